@@ -13,6 +13,10 @@ What is sent goes through pinned host memory and gloo; what a program can see is
   ranks have an order for each direction.
 
 Tensors of the CPU are sent from a copy that the call makes. It is for tests: nothing about it is fast.
+
+[Note: two groups] gloo tells operations of a group apart by how many there were before. Calls with tensors of the CPU
+and of a device have threads of their own, which may begin in another order on each rank, and so groups of their own, as
+"cpu:gloo,cuda:nccl" has them.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ _GRACE = 10.0  # seconds that a lane gets for what it still has to do
 _BYTES = {torch.float8_e4m3fn, torch.float8_e5m2}  # which gloo does not know
 
 Host = Callable[[Tensor], Tensor]
+Meet = Callable[[Any, Host], Any]
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs know other names of arguments
 _Work: Any = distributed_c10d.Work
 
@@ -56,7 +61,7 @@ def _end_all() -> None:
     """Threads must not outlive the interpreter, nor gloo's outlive them."""
     for group in list(_groups):
         group.shutdown()
-        del group._gloo
+        del group._gloo, group._gloo_of_devices
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -119,7 +124,8 @@ class _Call:
     """What a lane has to do: meet the other ranks once the inputs have arrived at the host."""
 
     work: StagedWork
-    meet: Callable[[Host], Any]
+    gloo: Any
+    meet: Meet
     hosts: dict[int, Tensor]
     writes: list[Tensor]
     arrived: torch.cuda.Event | None
@@ -150,7 +156,7 @@ class _Lane:
     def _carry_out(self, call: _Call) -> torch.cuda.Event | None:
         if call.arrived is not None:
             call.arrived.synchronize()
-        work = call.meet(lambda tensor: call.hosts[id(tensor)])
+        work = call.meet(call.gloo, lambda tensor: call.hosts[id(tensor)])
         if work is not None:
             work.wait()
         if self.stream is None or call.arrived is None:
@@ -175,6 +181,9 @@ class StagedGroup(_ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo_of_devices: Any = None
+        if torch.cuda.is_available():  # see [Note: two groups]
+            self._gloo_of_devices = dist.ProcessGroupGloo(dist.PrefixStore("devices", store), rank, size, timeout)
         self._lanes: dict[Hashable, _Lane] = {}
         self._lock = threading.Lock()
         _groups.add(self)
@@ -217,11 +226,11 @@ class StagedGroup(_ProcessGroup):
     # The way of every call.
 
     def _issue(
-        self, lane: Hashable, reads: Sequence[Tensor], writes: Sequence[Tensor], meet: Callable[[Host], Any]
+        self, lane: Hashable, reads: Sequence[Tensor], writes: Sequence[Tensor], meet: Meet
     ) -> StagedWork:
         """Copies `reads` to the host, lets the ranks meet there, copies `writes` back.
 
-        meet    given what finds the host's copy of a tensor, starts an operation of gloo
+        meet    given a group of gloo and what finds the host's copy of a tensor, starts an operation
         """
         tensors = [*reads, *writes]
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
@@ -245,8 +254,11 @@ class StagedGroup(_ProcessGroup):
                 tensor.record_stream(own.stream)
         else:
             self._copy_to(hosts, reads)
-        own.calls.put(_Call(work, meet, hosts, list(writes), arrived))
+        own.calls.put(_Call(work, self._gloo_of(stream), meet, hosts, list(writes), arrived))
         return work
+
+    def _gloo_of(self, device: torch.device | None) -> Any:
+        return self._gloo if device is None else self._gloo_of_devices
 
     @staticmethod
     def _copy_to(hosts: dict[int, Tensor], reads: Sequence[Tensor]) -> None:
@@ -267,30 +279,30 @@ class StagedGroup(_ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> StagedWork:
         opts, mean = _without_mean(opts or distributed_c10d.AllreduceOptions())
         return self._reduced(
-            tensors, tensors, mean, lambda host: self._gloo.allreduce([host(each) for each in tensors], opts)
+            tensors, tensors, mean, lambda gloo, host: gloo.allreduce([host(each) for each in tensors], opts)
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> StagedWork:
         opts, mean = _without_mean(opts or distributed_c10d.AllreduceCoalescedOptions())
 
-        def meet(host: Host) -> None:
+        def meet(gloo: Any, host: Host) -> None:
             for each in tensors:
                 one = distributed_c10d.AllreduceOptions()
                 one.reduceOp = opts.reduceOp
-                self._gloo.allreduce([host(each)], one).wait()
+                gloo.allreduce([host(each)], one).wait()
 
         return self._reduced(tensors, tensors, mean, meet)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> StagedWork:
         opts, mean = _without_mean(opts or distributed_c10d.ReduceOptions())
         return self._reduced(
-            tensors, tensors, mean, lambda host: self._gloo.reduce([host(each) for each in tensors], opts)
+            tensors, tensors, mean, lambda gloo, host: gloo.reduce([host(each) for each in tensors], opts)
         )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> StagedWork:
         opts = opts or distributed_c10d.BroadcastOptions()
         return self._issue(
-            _COLLECTIVES, tensors, tensors, lambda host: self._gloo.broadcast([host(each) for each in tensors], opts)
+            _COLLECTIVES, tensors, tensors, lambda gloo, host: gloo.broadcast([host(each) for each in tensors], opts)
         )
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> StagedWork:
@@ -299,7 +311,7 @@ class StagedGroup(_ProcessGroup):
             _COLLECTIVES,
             inputs,
             [each for row in outputs for each in row],
-            lambda host: self._gloo.allgather(_on_host(host, outputs), [host(each) for each in inputs], opts),
+            lambda gloo, host: gloo.allgather(_on_host(host, outputs), [host(each) for each in inputs], opts),
         )
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> StagedWork:
@@ -308,7 +320,7 @@ class StagedGroup(_ProcessGroup):
             _COLLECTIVES,
             [given],
             [output],
-            lambda host: self._gloo._allgather_base(host(output), host(given), opts),
+            lambda gloo, host: gloo._allgather_base(host(output), host(given), opts),
         )
 
     def allgather_into_tensor_coalesced(
@@ -316,9 +328,9 @@ class StagedGroup(_ProcessGroup):
     ) -> StagedWork:
         opts = opts or distributed_c10d.AllgatherOptions()
 
-        def meet(host: Host) -> None:
+        def meet(gloo: Any, host: Host) -> None:
             for output, given in zip(outputs, inputs, strict=True):
-                self._gloo._allgather_base(host(output), host(given), opts).wait()
+                gloo._allgather_base(host(output), host(given), opts).wait()
 
         return self._issue(_COLLECTIVES, inputs, outputs, meet)
 
@@ -328,13 +340,13 @@ class StagedGroup(_ProcessGroup):
             [each for row in inputs for each in row],
             outputs,
             mean,
-            lambda host: self._gloo.reduce_scatter([host(each) for each in outputs], _on_host(host, inputs), opts),
+            lambda gloo, host: gloo.reduce_scatter([host(each) for each in outputs], _on_host(host, inputs), opts),
         )
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> StagedWork:
         opts, mean = _without_mean(opts or distributed_c10d.ReduceScatterOptions())
         return self._reduced(
-            [given], [output], mean, lambda host: self._gloo._reduce_scatter_base(host(output), host(given), opts)
+            [given], [output], mean, lambda gloo, host: gloo._reduce_scatter_base(host(output), host(given), opts)
         )
 
     def reduce_scatter_tensor_coalesced(
@@ -342,9 +354,9 @@ class StagedGroup(_ProcessGroup):
     ) -> StagedWork:
         opts, mean = _without_mean(opts or distributed_c10d.ReduceScatterOptions())
 
-        def meet(host: Host) -> None:
+        def meet(gloo: Any, host: Host) -> None:
             for output, given in zip(outputs, inputs, strict=True):
-                self._gloo._reduce_scatter_base(host(output), host(given), opts).wait()
+                gloo._reduce_scatter_base(host(output), host(given), opts).wait()
 
         return self._reduced(inputs, outputs, mean, meet)
 
@@ -356,17 +368,17 @@ class StagedGroup(_ProcessGroup):
             _COLLECTIVES,
             [given],
             [output],
-            lambda host: self._gloo.alltoall_base(
+            lambda gloo, host: gloo.alltoall_base(
                 host(output), host(given), list(output_sizes or []), list(input_sizes or []), opts
             ),
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> StagedWork:
-        def meet(host: Host) -> None:
+        def meet(gloo: Any, host: Host) -> None:
             sent = torch.cat([host(each).flatten() for each in inputs])
             taken = sent.new_empty(sum(each.numel() for each in outputs))
             sizes = [each.numel() for each in outputs], [each.numel() for each in inputs]
-            self._gloo.alltoall_base(taken, sent, *sizes, distributed_c10d.AllToAllOptions()).wait()
+            gloo.alltoall_base(taken, sent, *sizes, distributed_c10d.AllToAllOptions()).wait()
             for each, part in zip(outputs, taken.split(sizes[0]), strict=True):
                 host(each).copy_(part.view_as(host(each)))
 
@@ -378,7 +390,7 @@ class StagedGroup(_ProcessGroup):
             _COLLECTIVES,
             inputs,
             [each for row in outputs for each in row],
-            lambda host: self._gloo.gather(_on_host(host, outputs), [host(each) for each in inputs], opts),
+            lambda gloo, host: gloo.gather(_on_host(host, outputs), [host(each) for each in inputs], opts),
         )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> StagedWork:
@@ -387,11 +399,11 @@ class StagedGroup(_ProcessGroup):
             _COLLECTIVES,
             [each for row in inputs for each in row],
             outputs,
-            lambda host: self._gloo.scatter([host(each) for each in outputs], _on_host(host, inputs), opts),
+            lambda gloo, host: gloo.scatter([host(each) for each in outputs], _on_host(host, inputs), opts),
         )
 
     def barrier(self, opts: Any = None) -> StagedWork:
-        return self._issue(_COLLECTIVES, [], [], lambda host: self._gloo.barrier(distributed_c10d.BarrierOptions()))
+        return self._issue(_COLLECTIVES, [], [], lambda gloo, host: gloo.barrier(distributed_c10d.BarrierOptions()))
 
     # The names of torch 2.13 and later.
     all_gather_single = _allgather_base
@@ -401,13 +413,13 @@ class StagedGroup(_ProcessGroup):
     all_to_all_single = alltoall_base
 
     def _reduced(
-        self, reads: Sequence[Tensor], writes: Sequence[Tensor], mean: bool, meet: Callable[[Host], Any]
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], mean: bool, meet: Meet
     ) -> StagedWork:
         if not mean:
             return self._issue(_COLLECTIVES, reads, writes, meet)
 
-        def average(host: Host) -> None:
-            work = meet(host)
+        def average(gloo: Any, host: Host) -> None:
+            work = meet(gloo, host)
             if work is not None:
                 work.wait()
             for each in writes:
@@ -419,7 +431,7 @@ class StagedGroup(_ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> StagedWork:
         return self._issue(
-            ("to", to, tag), tensors, [], lambda host: self._gloo.send([host(each) for each in tensors], to, tag)
+            ("to", to, tag), tensors, [], lambda gloo, host: gloo.send([host(each) for each in tensors], to, tag)
         )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> StagedWork:
@@ -427,7 +439,7 @@ class StagedGroup(_ProcessGroup):
             ("from", source, tag),
             [],
             tensors,
-            lambda host: self._gloo.recv([host(each) for each in tensors], source, tag),
+            lambda gloo, host: gloo.recv([host(each) for each in tensors], source, tag),
         )
 
     # The end.
