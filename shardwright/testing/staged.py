@@ -225,9 +225,7 @@ class StagedGroup(_ProcessGroup):
 
     # The way of every call.
 
-    def _issue(
-        self, lane: Hashable, reads: Sequence[Tensor], writes: Sequence[Tensor], meet: Meet
-    ) -> StagedWork:
+    def _issue(self, lane: Hashable, reads: Sequence[Tensor], writes: Sequence[Tensor], meet: Meet) -> StagedWork:
         """Copies `reads` to the host, lets the ranks meet there, copies `writes` back.
 
         meet    given a group of gloo and what finds the host's copy of a tensor, starts an operation
@@ -412,9 +410,7 @@ class StagedGroup(_ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
-    def _reduced(
-        self, reads: Sequence[Tensor], writes: Sequence[Tensor], mean: bool, meet: Meet
-    ) -> StagedWork:
+    def _reduced(self, reads: Sequence[Tensor], writes: Sequence[Tensor], mean: bool, meet: Meet) -> StagedWork:
         if not mean:
             return self._issue(_COLLECTIVES, reads, writes, meet)
 

@@ -278,6 +278,8 @@ class Reference:
             3
             * max(float((one - other).abs().max()) for one, other in pairs)
             / max(float(exact.abs().max()) for _, exact in pairs)
+            if pairs
+            else 0.0  # before the first backward
         )
 
     def clip(self) -> float:
