@@ -174,7 +174,7 @@ def _can_be_watched(owner: Any) -> bool:
 
 
 def _watch(owner: Any, names: Mapping[str, Iterable[Place]], note: Callable[[Iterable[Place]], None]) -> None:
-    base = type(owner)
+    base: Any = type(owner)
 
     def __getattribute__(self: Any, name: str) -> Any:
         if name in names:
