@@ -34,21 +34,21 @@ from torch import nn
 
 from .booster import Booster
 from .checkpoint.directory import candidates
+from .checkpoint.guard import Guard
 from .checkpoint.preemption import SaveOnSignal
 from .cluster import launch_from_torch
 from .cluster.ending import exit_together
-from .files.errors import CheckpointError, CheckpointNotFound
+from .files.errors import CheckpointNotFound
 from .interface import NonFiniteLoss
 from .logging import get_dist_logger
-from .utils.errors import one_of
 
 INTERRUPTED = 143  # what a shell reports of a program that SIGTERM ended
-ON_SAVE_ERROR = ("warn", "raise")
-_SAVE_ERRORS = (OSError, CheckpointError)  # of disks; what is wrong with a call is raised whatever is asked for
 
 
 class Preempted(BaseException):
-    """A signal has come and the step is saved; it goes through the script up to `run`. Raised on all ranks alike."""
+    """A signal has come; it goes through the script up to `run`. Raised on all ranks alike. Its argument: whether the
+    step is saved.
+    """
 
 
 class Run:
@@ -62,7 +62,7 @@ class Run:
         self, directory: Path, save_every: int | None, keep_last: int | None, on_save_error: str, rollbacks: int
     ) -> None:
         self.directory, self.save_every, self.keep_last = directory, save_every, keep_last
-        self.on_save_error, self.rollbacks = on_save_error, rollbacks
+        self._guarded, self.rollbacks = Guard(on_save_error), rollbacks
         self._behind: dict[str, Any] | None = None  # where data goes on after steps that were left out
         self.step = 0
         self.saved = 0  # the step of the last save that was begun
@@ -116,24 +116,25 @@ class Run:
         booster = self._require()
         self.step += 1
         leave = self._signalled is not None and self._signalled.anywhere()
-        if leave or (self.save_every is not None and self.step % self.save_every == 0):
-            self.save()
         if leave:
-            self._guarded(booster.wait)
-            raise Preempted
+            raise Preempted(self.save() and self._guarded(self.step, booster.wait))
+        if self.save_every is not None and self.step % self.save_every == 0:
+            self.save()
 
-    def save(self) -> None:
-        """Save now, in the background."""
+    def save(self) -> bool:
+        """Save now, in the background; False where that could not even begin."""
         booster = self._require()
+        self._guarded(self.saved, booster.wait)
         self.saved = self.step
-        self._guarded(
+        return self._guarded(
+            self.step,
             lambda: booster.save(
                 self.directory / f"step-{self.step}",
                 **self._trained,
                 step=self.step,
                 keep_last=self.keep_last,
                 use_async=True,
-            )
+            ),
         )
 
     def finish(self) -> None:
@@ -141,14 +142,14 @@ class Run:
         booster = self._require()
         if self.saved != self.step:
             self.save()
-        self._guarded(booster.wait)
+        self._guarded(self.saved, booster.wait)
 
     def roll_back(self, error: Exception) -> bool:
         """After a loss that is not finite, raised on all ranks before the step was taken: whether to begin again at the
         last checkpoint, without the data of the steps since. There is no going back where nothing was saved.
         """
         booster = self._require()
-        self._guarded(booster.wait)
+        self._guarded(self.saved, booster.wait)
         if self.rollbacks == 0 or not candidates(self.directory)[0]:
             return False
         self.rollbacks -= 1
@@ -169,18 +170,6 @@ class Run:
                 "call run.resume(booster, model, optimizer, ...) with what boost returned before it is saved"
             )
         return self._booster
-
-    def _guarded(self, call: Callable[[], None]) -> None:
-        """What goes wrong with a disk does on all ranks alike; the checkpoints before stay."""
-        try:
-            call()
-        except _SAVE_ERRORS as error:
-            if self.on_save_error == "raise":
-                raise
-            get_dist_logger().warning(
-                f"step {self.step}: a checkpoint could not be written and training goes on without it: {error}",
-                ranks=[0],
-            )
 
 
 def _trained_by(train: Callable[[Run], Any], me: Run) -> Any:
@@ -214,13 +203,12 @@ def run(
     signals        that let all ranks save and end with exit code 143
     launch         arguments of `launch_from_torch`
     """
-    if on_save_error not in ON_SAVE_ERROR:
-        raise one_of("on_save_error", on_save_error, ON_SAVE_ERROR)
     for name, value in (("save_every", save_every), ("keep_last", keep_last)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1, or None")
     if rollbacks < 0:
         raise ValueError(f"rollbacks={rollbacks} must be at least 0")
+    me = Run(Path(directory), save_every, keep_last, on_save_error, rollbacks)
     if not dist.is_initialized():
         launch_from_torch(**launch)
     elif launch:
@@ -228,13 +216,14 @@ def run(
             f"elastic.run({', '.join(launch)}=...) in a job that was launched before: give these to launch, or leave "
             "launch to elastic.run"
         )
-    me = Run(Path(directory), save_every, keep_last, on_save_error, rollbacks)
     try:
         with SaveOnSignal(*signals) as me._signalled:
             result = _trained_by(train, me)
             me.finish()
-    except Preempted:
-        get_dist_logger().warning(f"a signal came: step {me.step} is saved, all ranks end", ranks=[0])
+    except Preempted as preempted:
+        (is_saved,) = preempted.args
+        said = f"step {me.step} is saved" if is_saved else f"step {me.step} could not be saved"
+        get_dist_logger().warning(f"a signal came: {said}, all ranks end", ranks=[0])
         dist.destroy_process_group()
         exit_together(INTERRUPTED)
     return result

@@ -260,6 +260,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         profile_steps=recipe.profile_steps,
         rollbacks=recipe.rollbacks,
         spike_factor=recipe.spike_factor,
+        on_save_error=recipe.on_save_error,
     )
     trainer.measured = held_out
     return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}

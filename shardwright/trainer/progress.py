@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..logging import get_dist_logger
+
 
 class Listener(Protocol):
     """Told what happens, on the first rank."""
@@ -28,7 +30,8 @@ class Listener(Protocol):
         """After every evaluation."""
 
     def finished(self, facts: Mapping[str, Any]) -> None:
-        """Behind the last step: `step`, `total_steps`, `tokens_seen`, and whether a signal `interrupted` the run."""
+        """Behind the last step: `step`, `total_steps`, `tokens_seen`, and whether a signal `interrupted` the run,
+        whether the last save is on disk (`saved`)."""
 
 
 class Log:
@@ -74,7 +77,8 @@ class Log:
         if self._bar is not None:
             self._bar.stop()
         if facts["interrupted"]:
-            text = f"interrupted after step {facts['step']}; a checkpoint is written, which resume=true goes on from"
+            kept = "is written, which resume=true goes on from" if facts["saved"] else "could not be written"
+            text = f"interrupted after step {facts['step']}; a checkpoint {kept}"
         else:
             early = facts["step"] < facts["total_steps"]
             why = ", after which the evaluation's loss did not fall any more" if early else ""
@@ -83,10 +87,13 @@ class Log:
 
 
 class JsonLines:
-    """One object per step or evaluation. A run that goes on takes out what is written of later steps."""
+    """One object per step or evaluation. A run that goes on takes out what is written of later steps. A disk that
+    fails costs lines, and not the run.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._has_failed = False
 
     def started(self, facts: Mapping[str, Any]) -> None:
         kept = []
@@ -95,8 +102,13 @@ class JsonLines:
         self.path.write_text("".join(f"{line}\n" for line in kept))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        with self.path.open("a") as lines:
-            lines.write(json.dumps(dict(metrics)) + "\n")
+        try:
+            with self.path.open("a") as lines:
+                lines.write(json.dumps(dict(metrics)) + "\n")
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                get_dist_logger().warning(f"step {metrics['step']}: its line is missing in {self.path}: {error}")
 
     evaluated = step
 

@@ -194,6 +194,9 @@ class Recipe:
     save_strategy: Annotated[str, Key("when a checkpoint is written", choices=("no", "steps", "epoch"))] = "steps"
     save_steps: Annotated[int, Key("steps between checkpoints", least=1)] = 500
     save_total_limit: Annotated[int | None, Key("checkpoints that are kept; left out: all", least=1)] = None
+    on_save_error: Annotated[
+        str, Key("what a full or vanished disk does: cost that checkpoint, or end the run", choices=("warn", "raise"))
+    ] = "warn"
     resume: Annotated[
         bool | str, Key("true: go on from the newest checkpoint of output_dir; a path: from that one")
     ] = False

@@ -16,6 +16,7 @@ from ..booster import Booster
 from ..booster.profile import Profile
 from ..checkpoint import rng
 from ..checkpoint.directory import candidates
+from ..checkpoint.guard import Guard
 from ..checkpoint.preemption import SaveOnSignal
 from ..interface import NonFiniteLoss
 from ..logging import get_dist_logger
@@ -74,6 +75,7 @@ class Trainer:
     must_match     plain values that a checkpoint must have, too, to be gone on from: how batches are made
     rollbacks      how often a loss that is not finite (of a booster with on_nan="stop") or that jumps sends the run
                    back to its last checkpoint, without the data of the steps since; behind the last time it is raised
+    on_save_error  "warn": a full or vanished disk costs that checkpoint; "raise" ends the run
     spike_factor   of the median of the last 50 losses, above which one has jumped; None: none does
     listeners      told about it on the first rank
     profile_steps   steps that torch's profiler records behind the first ones; traces come to profile/
@@ -113,6 +115,7 @@ class Trainer:
         must_match: Mapping[str, Any] | None = None,
         rollbacks: int = 0,
         spike_factor: float | None = None,
+        on_save_error: str = "warn",
         listeners: Sequence[Listener] = (),
         timeline_steps: int = 0,
         profile_steps: int = 0,
@@ -134,6 +137,8 @@ class Trainer:
         if rollbacks < 0:
             raise ValueError(f"rollbacks={rollbacks} must be at least 0")
         self.rollbacks, self._spikes = rollbacks, SpikeWatch(spike_factor)
+        self._guarded = Guard(on_save_error)
+        self._saving, self._begun = 0, True  # the step of the last save, and whether it got to the background
         self.listeners = listeners if dist.get_rank() == 0 else ()
         self.evaluate_at_ends = evaluate_at_ends
         self.timeline_steps, self.profile_steps = timeline_steps, profile_steps
@@ -218,8 +223,11 @@ class Trainer:
         self.timeline = camera.typical()
         if self.save_when != Every() and saved != self.progress.step:
             self.save()
-        self.booster.wait()
+        is_saved = self._wait()
+        if self.keep_best and not self.interrupted and not self._best_is_here():  # its save has failed
+            self.progress.best_loss, self.progress.best_step = math.inf, 0
         done = {"step": self.progress.step, "tokens_seen": self.progress.tokens_seen, "interrupted": self.interrupted}
+        done["saved"] = is_saved
         if self.keep_best and not self.interrupted and self._best_is_here():
             if self.progress.best_step != self.progress.step:
                 self._load(self._best_path())
@@ -231,7 +239,7 @@ class Trainer:
         """To the last checkpoint, and on behind the batch that was used last; False where there is none, or it was done
         often enough. On all ranks alike.
         """
-        self.booster.wait()
+        self._wait()
         if self.rollbacks == 0 or not (self._has_own and candidates(self.checkpoints)[0]):
             return False
         self.rollbacks -= 1
@@ -351,20 +359,28 @@ class Trainer:
         raise NotImplementedError
 
     def save(self, path: Path | None = None, keep: int | None = None) -> None:
-        """A checkpoint that a run at any layout can go on from."""
-        self._has_own = self._has_own or path is None
+        """A checkpoint that a run at any layout can go on from, written in the background."""
+        self._wait()
+        self._has_own, self._saving = self._has_own or path is None, self.progress.step
         with self._as_before():
-            self.booster.save(
-                str(path or self.checkpoints / f"step-{self.progress.step}"),
-                model=self.model,
-                optimizer=self.optimizer,
-                lr_scheduler=self.lr_scheduler,
-                dataloader=self.data,
-                step=self.progress.step,
-                extra={**asdict(self.progress), "must_match": self.must_match},
-                keep_last=keep or self.keep,
-                use_async=True,
+            self._begun = self._guarded(
+                self._saving,
+                lambda: self.booster.save(
+                    str(path or self.checkpoints / f"step-{self.progress.step}"),
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    lr_scheduler=self.lr_scheduler,
+                    dataloader=self.data,
+                    step=self.progress.step,
+                    extra={**asdict(self.progress), "must_match": self.must_match},
+                    keep_last=keep or self.keep,
+                    use_async=True,
+                ),
             )
+
+    def _wait(self) -> bool:
+        """Until the last save is on disk, or has failed: whether it is."""
+        return self._guarded(self._saving, self.booster.wait) and self._begun
 
     def _load(self, path: str | Path, dataloader: Any = None) -> dict[str, Any]:
         state = self.booster.load(

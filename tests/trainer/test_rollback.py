@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from torch import nn
 
 import shardwright
 from shardwright import Booster
+from shardwright.files import disk
 from shardwright.interface import NonFiniteLoss
+from shardwright.logging import DistributedLogger
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.trainer import Trainer
+from shardwright.trainer.progress import JsonLines, Log
 from shardwright.trainer.spikes import LossSpike, SpikeWatch
 from shardwright.trainer.trainer import Every
 
@@ -132,6 +136,45 @@ def test_what_a_run_was_given_holds_behind_the_checkpoint_that_it_went_on_from(t
     assert trainer.optimizer.param_groups[0]["lr"] == 2e-3
     with pytest.raises(NonFiniteLoss):  # those checkpoints are another run's
         trained(tmp_path, {3: float("nan")}, rollbacks=1)
+
+
+def test_a_full_disk_costs_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the one behind it, nor the run; that of the best evaluation is not named when it is not there."""
+    said: list[str] = []
+    monkeypatch.setattr(DistributedLogger, "warning", lambda self, message, ranks=None: said.append(message))
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "half-way write" and ("step-5" in str(path) or "best" in str(path)):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    disk.set_probe(full)
+    try:
+        options: dict[str, Any] = {"evaluation": [], "evaluate": Every(steps=7), "keep_best": True}
+        trainer, plain = trained(tmp_path / "warn", {}, make=Scored, **options)
+        expect(trainer, plain, set())
+        assert trainer.progress.best_step == 0
+        assert sorted(path.name for path in trainer.checkpoints.glob("step-*")) == ["step-10", "step-15", "step-20"]
+        assert [line.partition(":")[0] for line in said] == ["step 5", "step 7"]
+        with pytest.raises(OSError, match="No space left"):
+            trained(tmp_path / "raise", {}, on_save_error="raise")
+    finally:
+        disk.set_probe(None)
+
+
+def test_what_is_told_of_a_disk_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(DistributedLogger, "warning", lambda self, message, ranks=None: said.append(message))
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.path.mkdir()  # nothing can be written to it
+    lines.step({"step": 1})
+    lines.evaluated({"step": 2})
+    assert len(said) == 1
+    assert said[0].startswith("step 1: its line is missing in ")
+    for saved, words in ((True, "a checkpoint is written, which resume=true"), (False, "could not be written")):
+        Log().finished({"step": 3, "total_steps": 9, "tokens_seen": 1, "interrupted": True, "saved": saved})
+        assert words in capsys.readouterr().out
 
 
 class OneByOne:

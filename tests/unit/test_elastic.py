@@ -23,6 +23,7 @@ from shardwright.checkpoint.lock import NAME
 from shardwright.files import disk
 from shardwright.files.errors import CheckpointNotFound
 from shardwright.interface import NonFiniteLoss
+from shardwright.logging import DistributedLogger
 from shardwright.plugins import LowLevelZeroPlugin
 
 
@@ -143,6 +144,31 @@ def test_a_full_disk_costs_a_checkpoint(tmp_path: Path) -> None:
     disk.set_probe(None)
     with pytest.raises(OSError, match="No space left"):
         run(Training(lambda _: fill(3)), tmp_path / "raise", save_every=4, on_save_error="raise")
+
+
+@pytest.mark.parametrize("stays_full", [False, True])
+def test_a_save_that_failed_before_does_not_cost_the_one_at_the_end(
+    tmp_path: Path, stays_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told of by the next call, which is not to lose its own step by it."""
+    said: list[str] = []
+    monkeypatch.setattr(DistributedLogger, "warning", lambda self, message, ranks=None: said.append(message))
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == "half-way write" and (stays_full or "step-2" in str(path)):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    def end(step: int) -> None:
+        disk.set_probe(fail)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        run(Training(end), tmp_path, save_every=2, keep_last=None)
+    assert saved(tmp_path) == ([] if stays_full else ["step-4"])
+    costs = [line for line in said if "a checkpoint could not be written and training goes on without it" in line]
+    assert [line.split(":")[0] for line in costs] == (["step 2", "step 4"] if stays_full else ["step 2"])
+    assert f"step 4 {'could not be' if stays_full else 'is'} saved" in said[-1]
 
 
 def test_children_end_when_they_are_told_to(tmp_path: Path) -> None:
