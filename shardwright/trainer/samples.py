@@ -50,14 +50,14 @@ class Encoder:
         end = tokenizer.eos_token_id
         self.end: list[int] = [] if end is None else [end]
 
-    def whole(self, row: Mapping[str, Any]) -> Sample:
-        """The sample of a row, however long."""
+    def whole(self, row: Mapping[str, Any], needed: int | None = None) -> Sample:
+        """The sample of a row, however long; of a conversation nothing need be right behind the `needed` tokens."""
         if "text" in row:
             ids = self._ids(self._text(row, "text"), special=True)
             ids = ids if ids[-1:] == self.end else ids + self.end
             return Sample(ids, ids)
         if "messages" in row:
-            return self._conversation(row["messages"])
+            return self._conversation(row["messages"], needed)
         prompt, completion = self._text(row, "prompt"), self._text(row, "completion")
         sample = self._marked(prompt + completion, [(len(prompt), len(prompt + completion))], special=True)
         ids = [*sample.ids] if sample.ids[-1:] == self.end else [*sample.ids, *self.end]
@@ -72,11 +72,11 @@ class Encoder:
 
     def one(self, row: Mapping[str, Any]) -> Sample:
         """The sample of a row, cut off behind max_length."""
-        return self.whole(row).cut(0, self.max_length)
+        return self.whole(row, self.max_length).cut(0, self.max_length)
 
     def pieces(self, row: Mapping[str, Any]) -> Iterator[Sample]:
         """Plain text in pieces of max_length, so that all of it is learned; the beginning of other samples."""
-        whole = self.whole(row)
+        whole = self.whole(row, self.max_length)
         last = len(whole) if "text" in row else min(len(whole), self.max_length)
         for start in range(0, last, self.max_length):
             piece = whole.cut(start, start + self.max_length)
@@ -94,8 +94,13 @@ class Encoder:
 
     def _marked(self, text: str, spans: Sequence[Span], special: bool) -> Sample:
         """A text of which the tokens of some spans are learned."""
+        return self._learned(self._found(text, special), text, spans)
+
+    def _found(self, text: str, special: bool) -> Any:
         fast = self.tokenizer.is_fast
-        found = self._tokens(text, special, return_offsets_mapping=fast, return_special_tokens_mask=True)
+        return self._tokens(text, special, return_offsets_mapping=fast, return_special_tokens_mask=True)
+
+    def _learned(self, found: Any, text: str, spans: Sequence[Span]) -> Sample:
         ids = list(found["input_ids"])
         marks = tokens_within(self.tokenizer, found, text, spans)
         return Sample(ids, [one if kept else IGNORED for one, kept in zip(ids, marks, strict=True)])
@@ -106,7 +111,7 @@ class Encoder:
             raise RecipeError(f"a row's {part} is {value!r:.60}; text is needed")
         return value
 
-    def _conversation(self, messages: Any) -> Sample:
+    def _conversation(self, messages: Any, needed: int | None) -> Sample:
         """The assistant's messages are learned. Templates that mark them say where they are; of others, an answer is
         what a conversation has more than the same one that stops where the answer begins.
         """
@@ -120,6 +125,10 @@ class Encoder:
         if re.search(r"{%[-+]?\s*generation", str(template)):
             return self._marked(*self._written_marked(messages), special=False)
         text, spans = self._written(messages), []
+        found = self._found(text, special=False)
+        # Every answer costs three more looks at all that is before it: so none behind what is needed.
+        offsets = found["offset_mapping"][:needed] if self.tokenizer.is_fast and needed is not None else ()
+        reach = max((end for _, end in offsets), default=len(text))
         for at, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -129,7 +138,10 @@ class Encoder:
                     "asked where an answer begins; begin with a user, or mark answers in a chat_template of yours with "
                     "{% generation %}"
                 )
-            before, after = self._written(messages[:at], True), self._written(messages[: at + 1])
+            before = self._written(messages[:at], True)
+            if len(before) >= reach:
+                break
+            after = self._written(messages[: at + 1])
             if before == self._written(messages[:at]):
                 raise RecipeError(
                     "the tokenizer's chat template does not look at add_generation_prompt, so that the head of an "
@@ -141,7 +153,7 @@ class Encoder:
                     "answers cannot be found in it; mark them in a chat_template of yours with {% generation %}"
                 )
             spans.append((len(before), len(after)))
-        return self._marked(text, spans, special=False)
+        return self._learned(found, text, spans)
 
     def _written_marked(self, messages: Sequence[Any]) -> tuple[str, list[Span]]:
         """A conversation as a template writes it that marks answers, and where they are."""

@@ -7,7 +7,9 @@ no space parts.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
@@ -43,10 +45,11 @@ def tokens_within(tokenizer: Any, found: Any, text: str, spans: Sequence[Span]) 
             beginnings of the text.
     """
     if tokenizer.is_fast:
-        return [
-            start < end and any(start < last and first < end for first, last in spans)
-            for start, end in places(found, text)
-        ]
+        # A token (start, end) has a part of a span (first, last) if start < last and first < end. Of the spans with
+        # first < end the highest last tells: a conversation of many answers is read once, not once per answer.
+        firsts = sorted(first for first, _ in spans)
+        highest = [0, *accumulate((last for _, last in sorted(spans)), max)]
+        return [start < end and start < highest[bisect_left(firsts, end)] for start, end in places(found, text)]
     ids = list(found["input_ids"])
     marks = [False] * len(ids)
     for first, last in spans:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from transformers import BertConfig, PreTrainedTokenizerFast
 
 from shardwright.trainer.heads import Labels, TaggedWords
 from shardwright.trainer.samples import IGNORED, Encoder
+from shardwright.trainer.spans import places, tokens_within
 from shardwright.trainer.tokenizer import CHAT_TEMPLATE
 
 TEXTS = [
@@ -139,6 +143,44 @@ def test_tokens_of_a_conversation_are_those_of_the_text(kind: str, template: str
     )
     words = learned.replace("<|im_end|>", " ").split()
     assert "".join(words) == "twoandtwoisfour.yes,thedogsleeps"
+
+
+def test_tokens_within_spans_in_any_order() -> None:
+    """Against the rule as it is said: a token has a part of a span."""
+    draw = random.Random(3)
+    tokenizer: Any = SimpleNamespace(is_fast=True)
+    for _ in range(300):
+        edges = sorted(draw.choices(range(30), k=12))
+        tokens = list(pairwise(edges))
+        spans = [(one, one + draw.randrange(9)) for one in draw.choices(range(30), k=draw.randrange(5))]
+        found = {"offset_mapping": tokens, "special_tokens_mask": [0] * len(tokens)}
+        expected = [
+            start < end and any(start < last and first < end for first, last in spans)
+            for start, end in places(found, "x" * 30)
+        ]
+        assert tokens_within(tokenizer, found, "x" * 30, spans) == expected
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN], ids=["marked", "plain"])
+def test_the_beginning_of_a_long_conversation_is_looked_at_alone(template: str) -> None:
+    tokenizer = made("gpt2")
+    tokenizer.chat_template = template
+    row = {"messages": TALK * 20}
+    whole = Encoder(tokenizer, 64).whole(row)
+    written = 0
+    write = tokenizer.apply_chat_template
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal written
+        written += 1
+        return write(*args, **options)
+
+    tokenizer.apply_chat_template = counting
+    for length in (1, 20, 33, 64):
+        sample = Encoder(tokenizer, length).one(row)
+        assert sample.ids == whole.ids[:length]
+        assert sample.labels == whole.labels[:length]
+    assert written <= (0 if "generation %}" in template else 60), "of 40 answers, three times each, at 4 lengths"
 
 
 WORDS = [
