@@ -87,30 +87,41 @@ class Log:
 
 
 class JsonLines:
-    """One object per step or evaluation. A run that goes on takes out what is written of later steps. A disk that
-    fails costs lines, and not the run.
+    """One object per step or evaluation. A run that goes on, or back, takes out what is written of later steps. A disk
+    that fails costs lines, and not the run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._last = 0  # step that was told
         self._has_failed = False
 
     def started(self, facts: Mapping[str, Any]) -> None:
+        self._keep_until(facts["step"])
+
+    def _keep_until(self, step: int) -> None:
         kept = []
-        if facts["step"] and self.path.exists():
-            kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= facts["step"]]
+        if step and self.path.exists():
+            kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
         self.path.write_text("".join(f"{line}\n" for line in kept))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
+        self._write(metrics, goes_back=metrics["step"] <= self._last)
+        self._last = metrics["step"]
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        self._write(metrics)
+
+    def _write(self, metrics: Mapping[str, Any], goes_back: bool = False) -> None:
         try:
+            if goes_back:
+                self._keep_until(metrics["step"] - 1)
             with self.path.open("a") as lines:
                 lines.write(json.dumps(dict(metrics)) + "\n")
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
                 get_dist_logger().warning(f"step {metrics['step']}: its line is missing in {self.path}: {error}")
-
-    evaluated = step
 
     def finished(self, facts: Mapping[str, Any]) -> None:
         """Every line is written already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -194,7 +195,7 @@ class Trainer:
         skip = max(0, min(WARM_UP, left - self.timeline_steps))
         camera = Camera(self.model.executor, self.timeline_steps, skip, self.directory / "timeline.json")
         self.model.train()
-        with SaveOnSignal() as signalled, self._profile(left) as profile:
+        with SaveOnSignal(signal.SIGTERM, signal.SIGUSR1) as signalled, self._profile(left) as profile:
             while self.progress.step < self.total_steps and not self._is_worse():
                 clock.restart()
                 batch, pass_ended = next(supply)
@@ -252,8 +253,8 @@ class Trainer:
         if self._resumed is not None and self._resumed[0] == self.progress.step:
             self._resumed[1].restore()
         get_dist_logger().warning(
-            f"{error}\nback to step {self.progress.step}, without the data of the steps since: {self.rollbacks} more "
-            "times",
+            f"{error}\nback to step {self.progress.step}, without the data of the steps since; rollbacks left: "
+            f"{self.rollbacks}",
             ranks=[0],
         )
         return True

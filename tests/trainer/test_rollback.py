@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,16 @@ def test_what_is_told_of_a_disk_that_fails(
     for saved, words in ((True, "a checkpoint is written, which resume=true"), (False, "could not be written")):
         Log().finished({"step": 3, "total_steps": 9, "tokens_seen": 1, "interrupted": True, "saved": saved})
         assert words in capsys.readouterr().out
+
+
+def test_lines_of_steps_that_were_taken_back_are_taken_out(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.started({"step": 0})
+    for step in (1, 2, 3, 2):
+        lines.step({"step": step, "loss": 4.0 - step})
+        lines.evaluated({"step": step, "eval_loss": 0.5})
+    told = [json.loads(line)["step"] for line in lines.path.read_text().splitlines()]
+    assert told == [1, 1, 2, 2]
 
 
 class OneByOne:

@@ -84,7 +84,9 @@ def test_a_recipe_goes_back_from_losses_that_are_not_finite(tmp_path: Path, capf
     with pytest.raises(RankError, match="NonFiniteLoss"):
         run_ranks(train_on_rank, 2, given)
     printed = capfd.readouterr()
-    assert (printed.out + printed.err).count("back to step 1, without the data of the steps since: 0 more times") == 1
+    assert (printed.out + printed.err).count(
+        "back to step 1, without the data of the steps since; rollbacks left: 0"
+    ) == 1
 
 
 def evaluate_by_hand(given: dict[str, Any], model: Any) -> float:
