@@ -169,7 +169,8 @@ def test_a_file_that_cannot_be_learned(
 
 # What is found out with a model, on the ranks that would be started.
 WHOLE: list[tuple[dict[str, Any], str]] = [
-    ({"lora": {"target_modules": ["nope"]}}, "lora: Target modules"),
+    ({"lora": {"target_modules": ["q_proj", "v_prj"]}}, "lora.target_modules: 'v_prj' is no module of the model - did"),
+    ({"lora": {"target_modules": "nope"}}, "lora: Target modules"),
     ({"lora": {"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}}, "did you mean 'lm_head'"),
     ({"lora": {"target_modules": ["q_proj"], "lora_dropout": 1.5}}, "lora: dropout"),
     ({"adam_beta1": 1.5}, "optim=adamw_torch: Invalid beta"),
