@@ -76,6 +76,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": "no/such/directory"}, "there is no such directory, and names on the hub are OWNER/NAME"),
     ({"tokenizer": None}, "tokenizer is missing"),
     ({"tokenizer": "no/such/directory"}, "there is no such directory"),
+    ({"tokenizer": "byte"}, "did you mean 'bytes'"),
     ({"data": None}, "data is missing"),
     ({"data": "train.jsonl"}, "a mapping of keys is needed"),
     ({"data": {"text": "text"}}, "neither of path and dataset"),
