@@ -166,9 +166,14 @@ def _with_adapters(recipe: Recipe, model: Any) -> Any:
         raise RecipeError("lora needs the package peft: pip install peft") from None
     given = {key: value for key, value in vars(recipe.lora).items() if value is not None}
     names = [name.rpartition(".")[2] for name, _ in model.named_modules() if name]
-    for name in recipe.lora.modules_to_save or ():
-        if name.rpartition(".")[2] not in names:
-            raise RecipeError(f"lora.modules_to_save: {name!r} is no module of the model{nearest(name, names)}")
+    targets = recipe.lora.target_modules  # as text a pattern; of a list peft lets names pass that nothing has
+    for key, wanted in (
+        ("target_modules", targets if isinstance(targets, list) else ()),
+        ("modules_to_save", recipe.lora.modules_to_save or ()),
+    ):
+        for name in wanted:
+            if name.rpartition(".")[2] not in names:
+                raise RecipeError(f"lora.{key}: {name!r} is no module of the model{nearest(name, names)}")
     try:
         return Booster().enable_lora(model, lora_config=peft.LoraConfig(task_type=TASKS[recipe.task].adapters, **given))
     except ValueError as error:

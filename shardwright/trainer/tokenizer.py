@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ..utils.errors import nearest
 from .errors import RecipeError
 from .hub import why_not
 
@@ -36,7 +37,8 @@ def load_tokenizer(name: str | None, model: str | dict[str, Any], chat_template:
             first = str(error).strip().split("\n")[0]
             reason = why_not(error, str(source))
             none = f"{key}={source!r} has no tokenizer that transformers can load ({first})"
-            raise RecipeError(f"{key}={source!r}: {reason}" if reason else none) from error
+            near = nearest(name, ("bytes",)) if name else ""
+            raise RecipeError((f"{key}={source!r}: {reason}" if reason else none) + near) from error
     if chat_template is not None:
         path = Path(chat_template)
         readable = len(chat_template) < 256 and path.suffix in (".jinja", ".jinja2", ".txt", ".j2")

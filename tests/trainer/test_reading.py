@@ -76,6 +76,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": "no/such/directory"}, "there is no such directory, and names on the hub are OWNER/NAME"),
     ({"tokenizer": None}, "tokenizer is missing"),
     ({"tokenizer": "no/such/directory"}, "there is no such directory"),
+    ({"tokenizer": "byte"}, "did you mean 'bytes'"),
     ({"data": None}, "data is missing"),
     ({"data": "train.jsonl"}, "a mapping of keys is needed"),
     ({"data": {"text": "text"}}, "neither of path and dataset"),
@@ -169,7 +170,8 @@ def test_a_file_that_cannot_be_learned(
 
 # What is found out with a model, on the ranks that would be started.
 WHOLE: list[tuple[dict[str, Any], str]] = [
-    ({"lora": {"target_modules": ["nope"]}}, "lora: Target modules"),
+    ({"lora": {"target_modules": ["q_proj", "v_prj"]}}, "lora.target_modules: 'v_prj' is no module of the model - did"),
+    ({"lora": {"target_modules": "nope"}}, "lora: Target modules"),
     ({"lora": {"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}}, "did you mean 'lm_head'"),
     ({"lora": {"target_modules": ["q_proj"], "lora_dropout": 1.5}}, "lora: dropout"),
     ({"adam_beta1": 1.5}, "optim=adamw_torch: Invalid beta"),
