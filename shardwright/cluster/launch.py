@@ -28,7 +28,7 @@ from . import ending, environment, groups, job
 from .config import load_config, set_launch_config
 from .determinism import check_deterministic, make_deterministic
 from .heart import LEAST, Budgets, heart
-from .meeting import open_store
+from .meeting import agents_store, open_store
 from .watch import Watch
 from .watchdog import Watchdog
 
@@ -242,10 +242,10 @@ def _join(rank: int, world_size: int, host: str | None, port: int | None, backen
             f"host={host!r} and port={port!r} must say where rank 0 listens when world_size={world_size} "
             "is more than one"
         )
-    # torchrun already serves a store at this address; env:// finds it.
     under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_ADDR") == host
     try:
-        store = None if under_torchrun else open_store(host, port, rank, world_size, timeout)
+        meet = agents_store if under_torchrun else open_store  # torchrun serves a store at this address
+        store = meet(host, port, rank, world_size, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except dist.DistStoreError as error:
         raise RuntimeError(

@@ -1,15 +1,27 @@
-"""The store at which the ranks of a job meet."""
+"""The store at which the ranks of a job meet.
+
+[Note: earlier starts] torchrun serves one store for all starts of a job (seen in torch 2.13). Behind a restart there is
+in it what the ranks of before have said of themselves, their addresses too, and a rank that looks before the others
+have written anew tries to reach the dead. So each start has keys of its own. Their name is rank 0's, drawn at random;
+the others cannot tell it from one of before, so each answers with a number of its own, and believes a name under which
+it finds this number again.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
 import socket
+import time
+import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
 logger = logging.getLogger("shardwright")
+
+_LOOK_AGAIN = timedelta(seconds=1)  # after which a rank asks whether there is a newer name
+_PAUSE = 0.05
 
 
 def open_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -22,6 +34,44 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: timede
     return dist.TCPStore(
         host, port, world_size, rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listening
     )
+
+
+def agents_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The one that torchrun serves, with the keys of this start alone; see [Note: earlier starts]."""
+    store = dist.TCPStore(host, port, world_size, False, timeout=timeout)
+    name = agreed_name(dist.PrefixStore("shardwright/starts", store), rank, world_size, timeout)
+    return dist.PrefixStore(f"shardwright/start/{name}", store)
+
+
+def agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that all ranks of this start have, and none of another one: three messages per rank. Raises
+    DistStoreError where not every rank comes.
+    """
+    if rank == 0:
+        name = uuid.uuid4().hex
+        store.set("name", name)
+        others = range(1, world_size)
+        asked = [f"{name}/from/{other}" for other in others]
+        if asked:
+            store.wait(asked, timeout)
+        for other, key in zip(others, asked, strict=True):
+            store.set(f"{name}/to/{other}", store.get(key).decode())
+        return name
+    mine, answered = uuid.uuid4().hex, ""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        name = store.get("name").decode()
+        if name != answered:
+            store.set(f"{name}/from/{rank}", mine)
+            answered = name
+        try:
+            store.wait([f"{name}/to/{rank}"], _LOOK_AGAIN)
+        except dist.DistStoreError:
+            continue
+        if store.get(f"{name}/to/{rank}").decode() == mine:
+            return name
+        time.sleep(_PAUSE)  # of an earlier start: this one's rank 0 is still to come
+    raise dist.DistStoreError(f"rank 0 of this start did not answer rank {rank}")
 
 
 def _bound(host: str, port: int) -> int | None:

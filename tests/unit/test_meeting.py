@@ -1,12 +1,21 @@
-"""Where the store of a job listens: at the address that the user named, and nowhere else."""
+"""Where the store of a job listens: at the address that the user named, and nowhere else; and whom it brings together:
+the ranks of one start, and none of an earlier one.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
+import sys
+import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from shardwright.cluster import meeting
 
@@ -51,3 +60,71 @@ def test_an_address_of_another_machine(caplog: pytest.LogCaptureFixture) -> None
         assert meeting._bound("192.0.2.1", 4000) is None
     assert "host='192.0.2.1' cannot be listened at" in caplog.text
     assert "port 4000 of all addresses" in caplog.text
+
+
+def names_of_a_start(store: dist.Store, world_size: int, late: int) -> list[str]:
+    """Of the ranks, of which one comes after all others have looked."""
+    names = [""] * world_size
+
+    def come(rank: int) -> None:
+        if rank == late:
+            time.sleep(0.3)
+        # a connection of its own, as of a process of its own
+        mine = dist.TCPStore("127.0.0.1", store.port, None, False, timeout=LIMIT)  # type: ignore[attr-defined]
+        names[rank] = meeting.agreed_name(mine, rank, world_size, LIMIT)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return names
+
+
+def test_starts_do_not_meet_one_another() -> None:
+    """Also with other numbers of ranks, and whoever comes last."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=LIMIT, wait_for_workers=False)
+    found = []
+    for world_size, late in ((3, 0), (3, 0), (3, 1), (2, 0), (4, 3), (1, 0), (2, 1)):
+        names = names_of_a_start(store, world_size, late)
+        assert len(set(names)) == 1
+        found.append(names[0])
+    assert len(set(found)) == len(found)
+
+
+def test_a_rank_that_does_not_come() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=LIMIT, wait_for_workers=False)
+    with pytest.raises(dist.DistStoreError):
+        meeting.agreed_name(store, 0, 2, timedelta(seconds=0.2))
+    names_of_a_start(store, 2, late=0)
+    for rank in (0, 1):  # what an earlier start has left changes nothing
+        with pytest.raises(dist.DistStoreError):
+            meeting.agreed_name(store, rank, 2, timedelta(seconds=1))
+
+
+RESTARTED = """
+import os, signal, time
+import torch, torch.distributed as dist
+import shardwright
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if os.environ["RANK"] == "0" and not first:
+    time.sleep(1)  # the other rank finds what the killed one has left in torchrun's store
+shardwright.launch_from_torch(backend="gloo", timeout=60)
+total = torch.ones(1)
+dist.all_reduce(total)
+if first and dist.get_rank() == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(total)
+print(f"ENDED {int(total)}", flush=True)
+"""
+
+
+def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=200, env=environ
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ENDED 4") == 2
