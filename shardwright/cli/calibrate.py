@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .outputs import problem_with
 from .relaunch import inside_launcher, relaunch
 
 HELP = "measure operators, collectives and messages on this machine, for the times of shardwright plan"
@@ -41,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if inside_launcher():
         return _measure(args)
-    problem = _problem_with(args.output)
+    problem = problem_with(args.output)
     if problem:
-        print(f"shardwright calibrate: --output {args.output} {problem}", file=sys.stderr)
+        print(f"shardwright calibrate: --output {problem}", file=sys.stderr)
         return 1
     gpus = 0 if args.device == "cpu" else _count_gpus()
     if args.device == "cuda" and not gpus:
@@ -61,18 +62,6 @@ def run(args: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets for the ranks of a job
     words = ["calibrate", "-o", str(args.output.resolve()), "--device", "cuda" if gpus else "cpu"]
     return relaunch([*words, *(["--quick"] if args.quick else [])], ranks)
-
-
-def _problem_with(path: Path) -> str:
-    was_there = path.exists()
-    try:
-        with path.open("a"):
-            pass
-        if not was_there:
-            path.unlink()
-    except OSError as error:
-        return f"cannot be written ({error.strerror}); name a file in a directory that you may write to"
-    return ""
 
 
 def _count_gpus() -> int:

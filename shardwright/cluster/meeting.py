@@ -9,6 +9,7 @@ it finds this number again.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -88,7 +89,7 @@ def _bound(host: str, port: int) -> int | None:
     except OSError as error:
         found.close()
         # A taken port is told by torch, whose server this process may have there already.
-        if "in use" not in str(error):
+        if error.errno != errno.EADDRINUSE:
             logger.warning(
                 "host=%r cannot be listened at (%s): the store of this job listens at port %d of all addresses of this "
                 "machine",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..outputs import problem_with, refusal
+
 if TYPE_CHECKING:
     from ...planner.machines import Machine
     from ...planner.peaks import Found
@@ -14,25 +16,15 @@ if TYPE_CHECKING:
 
 def refuse(path: Path) -> None:
     """ValueError where the page could not be written; before anything is replayed for it."""
-    was_there = path.exists()
-    try:
-        with path.open("a"):
-            pass
-        if not was_there:
-            path.unlink()
-    except OSError as error:
-        raise ValueError(_refusal(path, error)) from error
+    if problem := problem_with(path):
+        raise ValueError(f"--html {problem}")
 
 
 def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(_refusal(path, error)) from error
-
-
-def _refusal(path: Path, error: OSError) -> str:
-    return f"--html {path} cannot be written ({error.strerror}); name a file in a directory that you may write to"
+        raise ValueError(f"--html {refusal(path, error)}") from error
 
 
 def page_of(

@@ -1,0 +1,22 @@
+"""Files that commands write at their end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def refusal(path: Path, error: OSError) -> str:
+    return f"{path} cannot be written ({error.strerror}); name a file in a directory that you may write to"
+
+
+def problem_with(path: Path) -> str:
+    """Why `path` could not be written, asked before anything is computed for it; "" where it can."""
+    was_there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        return refusal(path, error)
+    return ""
