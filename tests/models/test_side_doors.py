@@ -11,6 +11,7 @@ import torch
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, compare_models, run_ranks
+from tests.models.beside_one_process import train_beside
 from tests.models.side_doors import REFUSED, RIGHT, SAMPLES, Net, SometimesRead, batch
 
 
@@ -53,21 +54,7 @@ def trained(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
             plain = made(net)
             model = copy.deepcopy(plain)
             booster = Booster(plugin=plugin)
-            boosted, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
-            step: Any = adamw(plain.parameters())
-            for seed in (1, 2):
-                want = plain(**batch(seed))["loss"]
-                want.backward()
-                given = booster.execute_pipeline(iter([batch(seed)]), boosted, None, optimizer, return_loss=True)
-                if given["loss"] is not None:
-                    torch.testing.assert_close(given["loss"], want, rtol=1e-10, atol=1e-10)
-                compare_models(
-                    plain, boosted, coordinate=plugin.mesh.coordinate, gradients=optimizer.gradients(), weights=False
-                )
-                step.step()
-                optimizer.step()
-                step.zero_grad()
-                optimizer.zero_grad()
+            boosted = train_beside(booster, plain, model, batch, (1, 2))
             compare_models(plain, boosted, coordinate=plugin.mesh.coordinate, gradients=False)
 
 

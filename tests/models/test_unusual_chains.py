@@ -18,7 +18,8 @@ from shardwright.pipeline.cut.surveyor import survey_model
 from shardwright.pipeline.loss.probes import sample_dims
 from shardwright.pipeline.settings import PipelineSettings
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.testing import adamw, compare_models, keep_float64, run_ranks
+from shardwright.testing import compare_models, keep_float64, run_ranks
+from tests.models.beside_one_process import train_beside
 
 WORDS, WIDTH, LENGTH, SAMPLES = 23, 12, 6, 4
 
@@ -86,21 +87,7 @@ def trained(rank: int, world: int) -> None:
     )
     plain, model = made(), made()
     booster = Booster(plugin=plugin)
-    boosted, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
-    step: Any = adamw(plain.parameters())
-    for seed in (1, 2):
-        want = plain(**batch(seed))["loss"]
-        want.backward()
-        given = booster.execute_pipeline(iter([batch(seed)]), boosted, None, optimizer, return_loss=True)
-        if given["loss"] is not None:
-            torch.testing.assert_close(given["loss"], want, rtol=1e-10, atol=1e-10)
-        compare_models(
-            plain, boosted, coordinate=plugin.mesh.coordinate, gradients=optimizer.gradients(), weights=False
-        )
-        step.step()
-        optimizer.step()
-        step.zero_grad()
-        optimizer.zero_grad()
+    boosted = train_beside(booster, plain, model, batch, (1, 2))
     compare_models(plain, boosted, coordinate=plugin.mesh.coordinate, gradients=False)
 
 

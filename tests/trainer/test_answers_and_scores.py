@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from recipe_files import LLAMA, sentences
-from test_heads import BERT, word_tokenizer
+from test_heads import BERT, by_hand, word_tokenizer
 from test_training import losses_of, metrics_of, train_on_rank
 from torch.utils.data import DataLoader
 
@@ -70,30 +70,6 @@ def scored(count: int = 18) -> list[dict[str, Any]]:
     return [{"text": text, "label": len(text) / 30 + at % 3} for at, text in enumerate(texts)]
 
 
-def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], Any, Any, Any]:
-    """Losses of a plain loop with transformers' own loss, the model, and its outputs for the whole evaluation."""
-    parts = prepare(build_recipe(given))
-    dataset = parts.dataset("data")
-    model = AUTO[given["task"]].from_pretrained(given["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], weight_decay=0.0)
-    schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=3)
-    order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
-    losses: list[float] = []
-    for batch in DataLoader(dataset, batch_size, sampler=order, collate_fn=parts.collate("data")):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-        if len(losses) == 3:
-            break
-    whole = parts.collate("data")([dataset[at] for at in range(len(dataset))])
-    with torch.no_grad():
-        return losses, model, model.eval()(**whole), dataset
-
-
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("question-answering", BERT, 4, {"layout": {"tp_size": 2, "zero_stage": 1}}),
     ("question-answering", BERT, 2, {"layout": {"pp_size": 2, "num_microbatches": 4}}),
@@ -112,7 +88,9 @@ def test_a_head_learns_as_in_a_plain_loop(
     torch.manual_seed(3)
     AUTO[task].from_config(parts.config).save_pretrained(tmp_path / "start")
     given |= {"model": str(tmp_path / "start")}
-    losses, model, outputs, dataset = by_hand(given, 4 * (world_size // 2))
+    losses, model, dataset, whole = by_hand(given, 4 * (world_size // 2))
+    with torch.no_grad():
+        outputs = model.eval()(**whole)
     run_ranks(train_on_rank, world_size, given)
     assert losses_of(given) == pytest.approx(losses, abs=2e-5)
     told = metrics_of(given)[-1]

@@ -110,15 +110,15 @@ def task_recipe(folder: Path, task: str, config: dict[str, Any], **changes: Any)
     } | changes
 
 
-def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], float, float, Any]:
-    """Losses, the evaluation's loss and accuracy, and the model of a plain loop over the same samples."""
+def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], Any, Any, Any]:
+    """Losses of a plain loop with transformers' own loss, the model, the samples, and all of them as one batch."""
     parts = prepare(build_recipe(given))
     dataset = parts.dataset("data")
     model = getattr(transformers, TASKS[given["task"]].auto).from_pretrained(given["model"], dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], weight_decay=0.0)
     schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=3)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
-    losses = []
+    losses: list[float] = []
     for batch in DataLoader(dataset, batch_size, sampler=order, collate_fn=parts.collate("data")):
         loss = model(**batch).loss
         loss.backward()
@@ -129,12 +129,16 @@ def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], float,
         losses.append(loss.item())
         if len(losses) == 3:
             break
-    whole = parts.collate("data")([dataset[at] for at in range(len(dataset))])
+    return losses, model, dataset, parts.collate("data")([dataset[at] for at in range(len(dataset))])
+
+
+def evaluated(given: dict[str, Any], model: Any, whole: dict[str, Any]) -> tuple[float, float]:
+    """The loss and the accuracy of all samples."""
     with torch.no_grad():
         outputs = model.eval()(**whole)
     counted = whole["labels"] != -100
     right = (outputs.logits.argmax(-1) == whole["labels"])[counted] if "class" in given["task"] else torch.zeros(1)
-    return losses, outputs.loss.item(), right.double().mean().item(), model
+    return outputs.loss.item(), right.double().mean().item()
 
 
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
@@ -156,7 +160,8 @@ def test_a_head_learns_as_in_a_plain_loop(
     getattr(transformers, TASKS[task].auto).from_config(parts.config).save_pretrained(tmp_path / "start")
     given |= {"model": str(tmp_path / "start")}
     replicas = world_size // 2 if {"tp_size", "pp_size"} & given["layout"].keys() else world_size
-    losses, eval_loss, accuracy, model = by_hand(given, 4 * replicas)
+    losses, model, _, whole = by_hand(given, 4 * replicas)
+    eval_loss, accuracy = evaluated(given, model, whole)
     run_ranks(train_on_rank, world_size, given)
     assert losses_of(given) == pytest.approx(losses, abs=2e-5)
     told = metrics_of(given)[-1]
