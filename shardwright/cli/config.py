@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"shardwright config: {error}", file=sys.stderr)
         return 2
     said = [
-        f"# from {source}; {len(notes) or 'no'} keys without a counterpart" + ":" * bool(notes),
+        f"# from {source}; {len(notes) or 'no'} key{'s' * (len(notes) != 1)} without a counterpart" + ":" * bool(notes),
         *(f"#   {note}" for note in notes),
     ]
     # JSON has no comments

@@ -263,7 +263,8 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         on_save_error=recipe.on_save_error,
     )
     trainer.measured = held_out
-    return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
+    named = {} if recipe.run_name is None else {"run": recipe.run_name}
+    return trainer, {**named, "model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
 
 
 def _trainer_of(recipe: Recipe) -> type[Trainer]:

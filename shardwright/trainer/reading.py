@@ -19,8 +19,10 @@ from typing import Any
 import yaml
 
 from ..utils.errors import nearest
+from .elsewhere import instead_of
 from .errors import RecipeError
-from .recipe import ALIASES, ELSEWHERE, Data, Key, Recipe, Source
+from .idle import check_idle, check_source
+from .recipe import ALIASES, Data, Key, Recipe, Source
 from .tasks import check_task
 
 _WORDS = {
@@ -191,7 +193,7 @@ def _build(kind: type, given: Mapping[str, Any], prefix: str) -> Any:
     for key in given:
         if key not in fields:
             known = [*fields, *(ALIASES if not prefix else ())]
-            instead = ELSEWHERE.get(key) if not prefix else None
+            instead = instead_of(key, given) if not prefix else None
             if instead:
                 raise RecipeError(f"{key} is no key of a recipe; {instead}")
             where = f"the keys of {prefix[:-1]}" if prefix else "its keys"
@@ -328,6 +330,7 @@ def _check_together(recipe: Recipe) -> None:
     if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs == 0):
         raise RecipeError("nothing would be trained: give max_steps or num_train_epochs above 0")
     _check_streams(recipe, recipe.data)
+    check_idle(recipe)
 
 
 def _check_rollbacks(recipe: Recipe) -> None:
@@ -378,7 +381,7 @@ def _check_data(key: str, data: Any) -> None:
     if data.mix is not None and (data.path is not None or data.dataset is not None):
         raise RecipeError(f"{key} has both mix and a source of its own; put that source into mix")
     if data.mix is not None:
-        own = {name for name in vars(data) if name not in ("mix", "max_length", "packing")}
+        own = {name for name in vars(data) if name not in ("mix", "max_length", "stride", "packing")}
         for name in sorted(own):
             if getattr(data, name) != getattr(type(data)(), name):
                 raise RecipeError(f"{key}.{name} beside mix would have no effect; give it to the sources in {key}.mix")
@@ -397,6 +400,7 @@ def _check_data(key: str, data: Any) -> None:
                 raise RecipeError(f"{name}.path is empty text; give a file, a pattern or a directory")
         if source.path == []:
             raise RecipeError(f"{name}.path is an empty list; give at least one file")
+        check_source(name, source)
         kinds = [one for one in ("text", "messages", "prompt", "words") if getattr(source, one) is not None]
         if len(kinds) > 1:
             raise RecipeError(f"{name} has {' and '.join(kinds)}; a sample is made of one of them")

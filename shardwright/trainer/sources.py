@@ -414,6 +414,12 @@ def _of_dataset(source: Source, key: str) -> Any:
     try:
         if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
             found = datasets.load_from_disk(name)
+            if source.name is not None:
+                raise RecipeError(
+                    f"{key}.name={source.name!r}: a directory that was saved has no configurations; leave it out"
+                )
+            if source.split != "train" and not isinstance(found, datasets.DatasetDict):
+                raise RecipeError(f"{key}.split={source.split!r}: the directory {name} has one split; leave it out")
             if isinstance(found, datasets.DatasetDict):
                 if source.split not in found:
                     raise RecipeError(

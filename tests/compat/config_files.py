@@ -204,6 +204,7 @@ CASES = [
             "data": {"max_length": 2048, "packing": True},
             "lr_scheduler_type": "cosine",
             "max_steps": 20,
+            "eval_strategy": "steps",
             "eval_steps": 50,
             "learning_rate": 1e-4,
             "adam_beta1": 0.9,

@@ -20,7 +20,7 @@ from shardwright.plugins.hybrid.config_form import read_config
 from shardwright.trainer import build_recipe
 from tests.compat.config_files import CASES, Case
 
-NEEDED = {"model": "gpt2", "data": {"path": "a.jsonl"}}
+NEEDED = {"model": "gpt2", "data": {"path": "a.jsonl"}, "eval_data": {"path": "b.jsonl"}}
 
 
 def written(case: Case, tmp_path: Path) -> Path:
@@ -37,7 +37,9 @@ def test_every_key_is_read_or_named(case: Case, tmp_path: Path) -> None:
     assert found.recipe == case.recipe
     assert sorted(note.key for note in found.notes) == sorted(case.noted)
     data = {**NEEDED["data"], **found.recipe.get("data", {})}  # type: ignore[dict-item]
-    recipe = build_recipe({**found.recipe, **NEEDED, "data": data, "layout": found.layout})
+    held_out = NEEDED["eval_data"] if "eval_steps" in found.recipe else None
+    given = {**found.recipe, **NEEDED, "data": data, "eval_data": held_out, "layout": found.layout}
+    recipe = build_recipe(given)
     assert recipe.layout == case.layout
 
 
@@ -97,7 +99,7 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ("a.yaml", "some: thing", [], "say --from colossalai or internlm"),
     ("a.py", "x = (", [], "line 1: this is not python"),
     ("a.py", "x = 1", ["--from", "colossalai"], "builds none of HybridParallelPlugin"),
-    ("a.py", "parallel = dict(tensor='2')", [], "parallel.tensor='2' must be a whole number"),
+    ("a.py", "parallel = dict(zero1=1, tensor='2')", [], "parallel.tensor='2' must be a whole number"),
     ("a.json", '{"zero_optimization": {"reduce_bucket_size": "big"}}', [], "reduce_bucket_size = 'big' is no value"),
     ("a.sh", "echo hello", [], "no options such as --plugin 3d"),
 ]

@@ -153,7 +153,7 @@ def _outcome(runs: Sequence[Run], names: Sequence[str]) -> str:
 def _facts(run: Run) -> dict[str, str]:
     """What one wants to know first."""
     told = run.told.get("facts", {})
-    found = {key: str(told[key]) for key in ("model", "layout") if key in told}
+    found = {key: str(told[key]) for key in ("run", "model", "layout") if key in told}
     if isinstance(told.get("parameters"), int):
         found["parameters"] = f"{told['parameters']:,}"
     loss = [value for value in run.column("loss") if value is not None]
