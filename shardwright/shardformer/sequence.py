@@ -194,6 +194,7 @@ class _Walk:
     ) -> None:
         self._model, self._plan, self._way = model, plan, way
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._visited: set[str] = set()
         self._regions = {
             region.name: region
             for region in regions
@@ -261,8 +262,11 @@ class _Walk:
         edges = {} if region is None else {id(edge): edge for edge in (*region.opens, *region.closes)}
         for local, param in module.named_parameters(recurse=False):
             self._note(f"{name}.{local}", param)
-        for local, child in module.named_children():
-            below = f"{name}.{local}"
+        for child in module.children():
+            below = self._names[id(child)]  # the same wherever it is, and once: layers may share a block (Zamba 2)
+            if below in self._visited:
+                continue
+            self._visited.add(below)
             own = [edge for edge in edges.values() if is_within(self._names[id(edge)], below)]
             if not own:
                 self._visit(below, child)

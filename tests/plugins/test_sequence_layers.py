@@ -171,7 +171,12 @@ def mistakes(rank: int, world: int) -> None:
     refused("cannot be padded along", lambda: model(**batch, extra=torch.ones(3, 3)))
     refused("output_attentions=True with sequence_parallelism_mode", lambda: model(**batch, output_attentions=True))
     refused("give what its decoder reads", lambda: model(input_ids=batch["input_ids"]))
+    ids = batch["labels"]
+    read = {"decoder_input_ids": ids.clamp(min=0)}
     refused(r"attention_mask of shape \(3, 5\)", lambda: model(**{**batch, "attention_mask": torch.ones(3, 5)}))
+    few = {**batch, **read, "labels": ids[:2]}
+    refused(r"'labels' of shape \(2, .* does not fit 3 sequences", lambda: model(**few))
+    refused("no token to compute", lambda: model(input_ids=ids[:, :0], **read))
     front = torch.ones(3, 7, dtype=torch.long)
     front[1, :2] = 0
     decoder = {"decoder_input_ids": 3 + front, "decoder_attention_mask": front}
