@@ -133,7 +133,9 @@ def _offered(given: Mapping[str, Mapping[str, Any]], found: Found) -> dict[str, 
 def _tensor(parallel: dict[str, Any], found: Found) -> None:
     """Modes of tensor parallelism that bring a split of the sequence with them."""
     tensor = parallel.get("tensor")
-    mode = str(tensor.get("mode", "none")).lower() if isinstance(tensor, Mapping) else "none"
+    if not isinstance(tensor, dict):
+        return
+    mode = str(tensor.get("mode", "none")).lower()
     if mode in TENSOR_MODES:
         return
     size = tensor.pop("size", 1) if mode == "isp" else tensor.get("size", 1)
