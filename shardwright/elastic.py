@@ -35,6 +35,7 @@ from torch import nn
 from .booster import Booster
 from .checkpoint.directory import candidates
 from .checkpoint.guard import Guard
+from .checkpoint.lock import claim
 from .checkpoint.preemption import SaveOnSignal
 from .cluster import launch_from_torch
 from .cluster.ending import exit_together
@@ -194,7 +195,7 @@ def run(
 ) -> Any:
     """Join the job, call `train(run)` and return what it returns; see above.
 
-    directory      where checkpoints are, `step-<n>` each; seen by all ranks
+    directory      where checkpoints are, `step-<n>` each; seen by all ranks, and this job's alone until it ends
     save_every     steps between two saves; None saves at the end and on signals alone
     keep_last      of the newest checkpoints; None: all
     on_save_error  "warn": a full or vanished disk costs that checkpoint; "raise" ends the job
@@ -216,6 +217,7 @@ def run(
             f"elastic.run({', '.join(launch)}=...) in a job that was launched before: give these to launch, or leave "
             "launch to elastic.run"
         )
+    claim(me.directory)
     try:
         with SaveOnSignal(*signals) as me._signalled:
             result = _trained_by(train, me)

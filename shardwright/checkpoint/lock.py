@@ -1,12 +1,14 @@
 """Two jobs must not save to one directory: each would remove what the other has written.
 
 The rank that publishes holds a lock of the system on bytes of one file, `.shardwright-lock`, beside the checkpoints:
-the byte that a checkpoint's name stands for, and where old checkpoints are removed all bytes. The system lets go of
-them when the process ends, however it ends, so a crash leaves no lock behind; children of the process do not hold them.
-Jobs that save under different names in one directory, and remove nothing, do not meet.
+the byte that a checkpoint's name stands for, and all bytes where old checkpoints are removed or the directory is a
+run's own (`claim`, which finds the other job before the first step). The system lets go of them when the process ends,
+however it ends, so a crash leaves no lock behind; children of the process do not hold them. Jobs that save under
+different names in one directory, and remove nothing, do not meet.
 
-Where a file system has no such locks, or the file is another user's, the log says so once and nothing is locked: what
-is wrong with a directory is said by the save itself.
+Where a file system has no such locks, who holds the directory is what the file says: a process of this machine that
+runs, known by the time at which it started, keeps others out. Others, and where the file is another user's, nothing
+does, and the log says so once: what is wrong with a directory is said by the save itself.
 """
 
 from __future__ import annotations
@@ -14,21 +16,67 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
+import torch.distributed as dist
+
+from ..cluster.job import is_running
 from ..logging import get_dist_logger
+from .agreement import Agreement, attempt
 
 NAME = ".shardwright-lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _HEADER = 4096  # bytes in which holders say who they are; locked bytes lie behind, where nothing is written
+_WORDS = 250  # bytes of these
+_HOLDER = re.compile(r"process (?P<pid>\d{1,10}) on (?P<host>.*), started at (?P<started>\d+)")
 _held: dict[Path, int] = {}  # descriptors by directory; to close one would free all of its locks
+_own: set[Path] = set()  # of these directories those in which this process keeps others from something
 _process = 0  # that opened them
 
 
 class DirectoryTaken(ValueError):
     """Another job that is still running saves to this directory."""
+
+
+def claim(*directories: Path) -> None:
+    """Keep other jobs from all of these directories, which are made, until this one ends. All ranks must call;
+    DirectoryTaken on all of them. A directory that cannot be made costs what is saved there, later.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    _, error = attempt(lambda: [_claim(directory) for directory in directories] if rank == 0 else None)
+    told = None if error is None else [isinstance(error, DirectoryTaken), str(error)]
+    told = Agreement(ranks).broadcast(told)
+    if told is not None:  # the same on all ranks, so that whichever is heard first says what is wrong
+        is_taken, words = told
+        raise (DirectoryTaken if is_taken else ValueError)(words)
+
+
+def require_free(directory: Path) -> None:
+    """DirectoryTaken where another job has claimed `directory`; of a process that is not to keep it itself."""
+    here = directory.resolve()
+    if not here.is_dir() or here in _own:
+        return
+    try:
+        _claim(here)
+        if here in _own:
+            _say_holder(_held[here], "")
+    finally:
+        _own.discard(here)
+        if here in _held:
+            os.close(_held.pop(here))
+
+
+def _claim(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _say_unlocked(directory, error)
+        return
+    lock(directory / "all", whole=True)
 
 
 def lock(target: Path, whole: bool) -> None:
@@ -45,15 +93,21 @@ def lock(target: Path, whole: bool) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
     except OSError as error:
-        if error.errno in _TAKEN:
+        holder = _holder(descriptor)
+        if error.errno in _TAKEN or _is_another_that_runs(holder):
             raise DirectoryTaken(
-                f"another job that is still running saves to {directory} ({_holder(descriptor)}): give this one a "
+                f"another job that is still running saves to {directory} ({holder}): give this one a "
                 "directory of its own, or end the other first. If that machine has crashed and the file system does "
                 f"not know it yet, remove {directory / NAME}"
             ) from None
         _say_unlocked(directory, error)
-        return
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode().ljust(200), 0)
+    _own.add(directory)
+    _say_holder(descriptor, f"process {os.getpid()} on {socket.gethostname()}, started at {_started(os.getpid())}")
+
+
+def _say_holder(descriptor: int, words: str) -> None:
+    with suppress(OSError):  # a full disk: the lock holds without a name
+        os.pwrite(descriptor, words.encode().ljust(_WORDS), 0)
 
 
 def _opened(directory: Path) -> int:
@@ -61,9 +115,11 @@ def _opened(directory: Path) -> int:
     global _process
     if _process != os.getpid():  # a forked child holds none of its parent's locks
         _held.clear()
+        _own.clear()
         _process = os.getpid()
     file = directory / NAME
     if directory in _held and not (file.exists() and os.path.samestat(os.fstat(_held[directory]), file.stat())):
+        _own.discard(directory)
         os.close(_held.pop(directory))  # the directory was removed and made anew: what is left keeps no one out
     if directory not in _held:
         _held[directory] = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -71,7 +127,26 @@ def _opened(directory: Path) -> int:
 
 
 def _holder(descriptor: int) -> str:
-    return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "it has not said which"
+    said = os.pread(descriptor, _WORDS, 0).decode(errors="replace").strip("\0 \n")
+    return said or "it has not said which"
+
+
+def _is_another_that_runs(holder: str) -> bool:
+    """Whether these words of a holder are of a process of this machine that has not ended, and is not this one."""
+    found = _HOLDER.fullmatch(holder)
+    if found is None or int(found["pid"]) == os.getpid():
+        return False
+    pid = int(found["pid"])
+    return is_running(found["host"], pid) and _started(pid) == found["started"]
+
+
+def _started(pid: int) -> str:
+    """When a process of this machine started, in ticks since the machine did; "" of none, which no process has."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 _said: set[Path] = set()

@@ -2,13 +2,14 @@
 
     python -m shardwright.planner.ask < question > answer
 
-The question is a pickled table, the answer a table of texts in JSON: `arguments`, `recompute` and `report`, or `error`.
+The question is a line of JSON, and behind it the job as `found_layout.without_weights` writes it: objects of the user's
+own classes, which no plainer form holds. Whoever starts this process may run code in it anyhow, and nobody else writes
+to its input. The answer is a table of texts in JSON: `arguments`, `recompute` and `report`, or `error`.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -23,11 +24,11 @@ from .devices import device_of
 from .search import Question, search
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, str]:
-    """`job` is what `found_layout.without_weights` writes, `device` name and GiB of a device; the others are options
-    of the search.
+def answer(asked: Mapping[str, Any], written: bytes) -> dict[str, str]:
+    """`written` is what `found_layout.without_weights` writes, `device` name and GiB of a device; the others are
+    options of the search.
     """
-    job = _Job(asked["job"])
+    job = _Job(written)
     try:
         device = device_of(
             asked["calibration"],
@@ -76,7 +77,8 @@ class _Job:
 
 def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
-    out.write(json.dumps(answer(pickle.load(sys.stdin.buffer))))
+    asked = json.loads(sys.stdin.buffer.readline())
+    out.write(json.dumps(answer(asked, sys.stdin.buffer.read())))
     out.flush()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from contextlib import suppress
@@ -13,6 +14,7 @@ import yaml
 from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoint.directory import candidates
+from ..checkpoint.lock import DirectoryTaken, claim, require_free
 from ..cluster import DistCoordinator, launch, launch_from_torch
 from ..comm.compat import default_store
 from ..files.errors import CheckpointError
@@ -85,6 +87,10 @@ def train_here(recipe: Recipe) -> int:
     coordinator = DistCoordinator()
     parts = prepare(recipe)
     directory = Path(recipe.output_dir)
+    try:
+        claim(directory)
+    except DirectoryTaken as error:
+        raise RecipeError(f"output_dir={directory}: {error}") from None
     if coordinator.is_master():
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(recipe), sort_keys=False))
@@ -130,6 +136,11 @@ def _check_output(directory: Path, recipe: Recipe) -> None:
             pass
     except OSError as error:
         raise RecipeError(f"output_dir={directory} cannot be written to ({error.strerror}); name another one") from None
+    if "WORLD_SIZE" not in os.environ:  # of ranks that a launcher has started one may have claimed it
+        try:
+            require_free(directory)
+        except DirectoryTaken as error:
+            raise RecipeError(f"output_dir={directory}: {error}") from None
     if isinstance(recipe.resume, str) and not Path(recipe.resume).is_dir():
         raise RecipeError(
             f"resume={recipe.resume}: there is no such directory; resume: true takes the newest of the run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from statistics import median
+from typing import Any
 
 _REMEMBERED, _ENOUGH = 50, 10  # losses
 
@@ -14,7 +15,9 @@ class LossSpike(FloatingPointError):
 
 
 class SpikeWatch:
-    """`factor` times the median of the last 50 losses is a spike, from the 11th on; None: nothing is."""
+    """`factor` times the median of the last 50 losses is a spike, from the 11th on; None: nothing is. Its state are
+    these losses, so that a run that goes on judges as it would have.
+    """
 
     def __init__(self, factor: float | None) -> None:
         if factor is not None and not factor > 1:
@@ -36,3 +39,14 @@ class SpikeWatch:
                 f"last {len(self._losses)}, which is {usual:g}"
             )
         self._losses.append(loss)
+
+    def state_dict(self) -> list[float]:
+        return list(self._losses)
+
+    def load_state_dict(self, losses: Any) -> None:
+        if not isinstance(losses, list) or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
+            raise ValueError(
+                "the last losses of a checkpoint must be a list of finite numbers; it is not what was saved"
+            )
+        self._losses.clear()
+        self._losses.extend(losses)

@@ -18,6 +18,7 @@ from ..booster.profile import Profile
 from ..checkpoint import rng
 from ..checkpoint.directory import candidates
 from ..checkpoint.guard import Guard
+from ..checkpoint.lock import claim
 from ..checkpoint.preemption import SaveOnSignal
 from ..interface import NonFiniteLoss
 from ..logging import get_dist_logger
@@ -65,7 +66,7 @@ class Trainer:
     booster        of a HybridParallelPlugin, whose execute_pipeline serves every layout
     model, optimizer, data, lr_scheduler   as `boost` returned them; the scheduler is stepped once per step
     total_steps    optimizer steps of the whole run, those before a resumption included
-    directory      for checkpoints/
+    directory      for checkpoints/; this job's alone from the first step until its process ends
     evaluation     loader of batches whose mean loss per token is reported; all of one size
     criterion      (outputs, inputs) -> the loss of the batch; left out: the model's own
     evaluate, save how often
@@ -171,6 +172,7 @@ class Trainer:
         options = Options(self.optimizer, self.lr_scheduler)
         extra = self._load(path or self.checkpoints, dataloader=self.data)
         require_match(extra.pop("must_match", {}), self.must_match, path or self.checkpoints)
+        self._spikes.load_state_dict(extra.pop("losses", []))
         options.restore()
         self.progress = Progressed(**extra)
         if self.keep_best and not self._best_is_here():
@@ -181,6 +183,7 @@ class Trainer:
 
     def train(self, facts: Mapping[str, Any] | None = None) -> Progressed:
         """All steps that are left. `facts` are told to listeners at the start, beside what is known here."""
+        claim(self.directory)
         plugin: Any = self.booster.plugin
         known = {
             "model": type(self.model.unwrap()).__name__,
@@ -248,7 +251,8 @@ class Trainer:
         kept = {name: getattr(self.progress, name) for name in ("epoch", "best_loss", "best_step")}
         self.optimizer.zero_grad()
         extra = self._load(self.checkpoints)
-        extra.pop("must_match", None)
+        for name in ("must_match", "losses"):  # what is usual was learned of the steps since, too
+            extra.pop(name, None)
         self.progress = Progressed(**{**extra, **kept})
         if self._resumed is not None and self._resumed[0] == self.progress.step:
             self._resumed[1].restore()
@@ -373,11 +377,14 @@ class Trainer:
                     lr_scheduler=self.lr_scheduler,
                     dataloader=self.data,
                     step=self.progress.step,
-                    extra={**asdict(self.progress), "must_match": self.must_match},
+                    extra=self._extra(),
                     keep_last=keep or self.keep,
                     use_async=True,
                 ),
             )
+
+    def _extra(self) -> dict[str, Any]:
+        return {**asdict(self.progress), "must_match": self.must_match, "losses": self._spikes.state_dict()}
 
     def _wait(self) -> bool:
         """Until the last save is on disk, or has failed: whether it is."""

@@ -56,6 +56,9 @@ def free_port() -> int:
 class Process(Protocol):
     """What runs a rank. `code` is None until it has ended."""
 
+    @property
+    def pid(self) -> int: ...
+
     def code(self) -> int | None: ...
 
     def kill(self) -> None: ...
@@ -69,6 +72,10 @@ class Started:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments], env=variables, stdout=file, stderr=subprocess.STDOUT
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def code(self) -> int | None:
         return self._process.poll()
@@ -88,6 +95,11 @@ class Forked:
             target=run_script, args=(Path(script), tuple(options), output.parent, output, variables)
         )
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def code(self) -> int | None:
         return self._process.exitcode

@@ -227,3 +227,16 @@ def test_what_a_jump_is() -> None:
     for factor in (1.0, -2.0):
         with pytest.raises(ValueError, match=f"spike_factor={factor} must be more than 1"):
             SpikeWatch(factor)
+
+
+def test_a_run_that_goes_on_judges_a_jump_by_the_losses_before_it_ended(tmp_path: Path) -> None:
+    """As one that never ended would: the third step behind the resumption is too early to know of itself."""
+    whole, _ = trained(tmp_path / "whole", {}, total_steps=12, spike_factor=10.0)
+    trained(tmp_path / "parts", {}, total_steps=10, spike_factor=10.0)
+    with pytest.raises(LossSpike, match=r"the loss of step 13 is .* of the last 12, which is"):
+        trained(tmp_path / "parts", {3: 50.0}, resume=True, spike_factor=10.0)
+    again, _ = trained(tmp_path / "parts", {}, resume=True, total_steps=12, spike_factor=10.0)
+    assert again._spikes.state_dict() == whole._spikes.state_dict()
+    for losses in ([1.0, "2"], [1.0, float("nan")], 3.0, [True]):
+        with pytest.raises(ValueError, match="the last losses of a checkpoint must be a list of finite numbers"):
+            SpikeWatch(2.0).load_state_dict(losses)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from checkpoint_toys import Toy, check_resumed, trained
 
-from shardwright.checkpoint.lock import NAME, DirectoryTaken
+from shardwright.checkpoint.lock import NAME, DirectoryTaken, claim, require_free
+from shardwright.logging import DistributedLogger
 
 _OTHER = """
 import sys, time
@@ -22,13 +23,19 @@ lock(Path(sys.argv[1]), sys.argv[2] == "whole")
 print("locked", flush=True)
 time.sleep(100)
 """
+_WITHOUT_LOCKS = """
+import errno, fcntl
+def refuse(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+fcntl.lockf = refuse
+"""
 
 
 class _Other:
     """Another job's process, which holds the lock of `target` until it is killed."""
 
-    def __init__(self, target: Path, how: str) -> None:
-        command = [sys.executable, "-c", _OTHER, str(target), how]
+    def __init__(self, target: Path, how: str, before: str = "") -> None:
+        command = [sys.executable, "-c", before + _OTHER, str(target), how]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "locked\n"
@@ -55,6 +62,55 @@ def test_a_directory_is_one_job_s_until_it_ends(tmp_path: Path) -> None:
         other.kill()
     trained(1).save(tmp_path / "b" / "step-1", keep_last=1)
     trained(1).save(tmp_path / "step-1")
+
+
+def test_a_run_claims_its_directory_before_it_saves(tmp_path: Path) -> None:
+    """Also against one that saves there, and looks at it without keeping it."""
+    run = tmp_path / "run"
+    require_free(run)
+    assert not run.exists()
+    claim(run)
+    require_free(run)  # this job's own
+    command = [sys.executable, "-c", _OTHER.replace("100", "0"), str(run / "step-1"), "one"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert f"saves to {run} (process {os.getpid()} on " in refused.stderr
+    other = _Other(tmp_path / "all", "whole")
+    for find in (require_free, claim):
+        with pytest.raises(DirectoryTaken, match=f"process {other.process.pid} on"):
+            find(tmp_path)
+    other.kill()
+    require_free(tmp_path)
+    assert (tmp_path / NAME).read_bytes().strip() == b""
+    _Other(tmp_path / "all", "whole").kill()  # nothing of the look has stayed
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that the file names keeps others out while it runs, and no other that got its number later."""
+    said: list[str] = []
+    monkeypatch.setattr(DistributedLogger, "warning", lambda self, message, ranks=None: said.append(message))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    claim(tmp_path / "own")
+    claim(tmp_path / "own")
+    assert [line.partition(" cannot be locked (")[2] for line in said] == [
+        "No locks available): nothing keeps another job from saving there"
+    ]
+    other = _Other(tmp_path / "all", "whole", before=_WITHOUT_LOCKS)
+    with pytest.raises(DirectoryTaken, match=f"process {other.process.pid} on"):
+        claim(tmp_path)
+    file = tmp_path / NAME
+    words = file.read_bytes()
+    file.write_bytes(words.rstrip() + b"0 ")  # one that started at another time had the number
+    claim(tmp_path)
+    file.write_bytes(words)
+    other.kill()
+    claim(tmp_path)
+    for garbage in (b"process 1 on", b"process 99999999999999 on x, started at 1", b"\xff" * 250, b""):
+        file.write_bytes(garbage)
+        claim(tmp_path)
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import errno
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,3 +215,19 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
             elastic.run(Training(), tmp_path, **options)
     with pytest.raises(ValueError, match=r"call run.resume\(booster, model, optimizer, ...\)"):
         run(lambda it: it.completed(), tmp_path)  # type: ignore[arg-type]
+
+
+def test_ranks_that_a_signal_ends_run_their_exit_handlers_and_take_nothing_apart() -> None:
+    script = """
+import atexit, sys
+atexit.register(print, "first")
+from shardwright.cluster import ending
+class Slow:
+    def __del__(self):
+        print("taken apart")
+slow = Slow()
+atexit.register(ending.leave_early, 143)
+atexit.register(print, "last")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.split(), ended.stderr) == (143, ["last", "first"], "")

@@ -89,11 +89,12 @@ def _answer(model: nn.Module, optimizer: Optimizer | None, question: Mapping[str
     """On rank 0 alone. Never raises, since the others wait for it."""
     try:
         written = without_weights(model, optimizer)
-        asked = {**question, "world_size": dist.get_world_size(), "device": _device(), "job": written}
+        asked = {**question, "world_size": dist.get_world_size(), "device": _device()}
         if question["gpus_per_node"] is None and "LOCAL_WORLD_SIZE" in os.environ:
             asked["gpus_per_node"] = int(os.environ["LOCAL_WORLD_SIZE"])
+        line = json.dumps(asked, default=os.fspath).encode()  # `calibration` may be a path
         done = subprocess.run(
-            [sys.executable, "-m", PROGRAM], input=pickle.dumps(asked), capture_output=True, env=_environment()
+            [sys.executable, "-m", PROGRAM], input=line + b"\n" + written, capture_output=True, env=_environment()
         )
         if done.returncode:
             said = done.stderr.decode(errors="replace")[-_SHOWN:]
