@@ -20,3 +20,8 @@ def one_of(field: str, value: object, known: Sequence[str]) -> ValueError:
 
 def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 rank`, `2 ranks`: a number and what it counts; `plural` where that is not the noun with an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
