@@ -19,6 +19,7 @@ from ..booster import Booster
 from ..optim import HybridAdam
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins import HybridParallelPlugin
+from ..utils.errors import counted
 from . import layout as layouts
 from . import trackers
 from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream, Windows, placed
@@ -314,8 +315,9 @@ def check_length(parts: Parts, needed: int) -> None:
     found = sum(1 for _ in itertools.islice(dataset, needed))
     if found < needed:
         raise RecipeError(
-            f"data is a stream of {found} sequences, and a step of all ranks takes {needed}; give more data, or a "
-            "smaller per_device_train_batch_size or gradient_accumulation_steps, or leave streaming out"
+            f"data is a stream of {counted(found, 'sequence')}, and a step of all ranks takes {needed}; give more "
+            "data, or "
+            "a smaller per_device_train_batch_size or gradient_accumulation_steps, or leave streaming out"
         )
 
 
@@ -334,4 +336,4 @@ def _gpu_memory() -> int | None:
 
 def _describe(plugin: HybridParallelPlugin, recipe: Recipe) -> str:
     samples = layouts.samples_of_a_step(recipe) * plugin.data_parallel[0]
-    return f"{dist.get_world_size()} ranks: {plugin.mesh}, {samples} samples a step"
+    return f"{counted(dist.get_world_size(), 'rank')}: {plugin.mesh}, {counted(samples, 'sample')} a step"

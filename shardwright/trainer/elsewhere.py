@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from ..compat.configs import accelerate, deepspeed
+
 _LORA = "say lora: {r: ..., lora_alpha: ..., target_modules: ...}"
 _RANKS = "say layout: {tp_size: ..., pp_size: ..., sp_size: ..., zero_stage: ...}"
 _RECOMPUTED = "say activation_checkpointing: true, or layout: {gradient_checkpoint_config: {...}}"
@@ -72,15 +74,13 @@ def instead_of(key: str, given: Mapping[str, Any]) -> str | None:
 
 def _of_fsdp(given: Mapping[str, Any]) -> str:
     """The layout that `fsdp`, and `fsdp_config` with it, stand for."""
-    from ..compat.configs.accelerate import read_fsdp
-
     fsdp = given.get("fsdp", True)
     if fsdp in _NOTHING:
         return "it asks for nothing; leave it out" + ", and fsdp_config with it" * ("fsdp_config" in given)
     words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
     names = {"offload": ("offload_params", True), "auto_wrap": ("auto_wrap_policy", None)}
     options = dict(names.get(word, ("sharding_strategy", word)) for word in map(str, words) if word.lower() != "true")
-    found = read_fsdp({**(_loaded(given.get("fsdp_config")) or {}), **options})
+    found = accelerate.read_fsdp({**(_loaded(given.get("fsdp_config")) or {}), **options})
     unread = [note.key for note in found.notes]
     without = f"; {', '.join(unread)}: `shardwright config` says why there is no counterpart" if unread else ""
     return f"say {_written(found.layout, found.recipe)}{without}"
@@ -88,15 +88,13 @@ def _of_fsdp(given: Mapping[str, Any]) -> str:
 
 def _of_deepspeed(value: Any) -> str:
     """The layout that DeepSpeed's configuration, or a file with one, stands for."""
-    from ..compat.configs.deepspeed import read
-
     if value in _NOTHING:
         return "it asks for nothing; leave it out"
     config = _loaded(value)
     if config is None:
         return _DEEPSPEED
     try:
-        found = read(config)
+        found = deepspeed.read(config)
     except ValueError as error:
         return f"of its configuration, {error}"
     precision = {name: True for name in ("bf16", "fp16") if found.recipe.get(name)}

@@ -31,7 +31,7 @@ class Source:
 
     path: Annotated[
         str | list[str] | None,
-        Key("files (.jsonl, .json, .txt, .parquet, .csv), patterns such as data/*.jsonl, or a directory of them"),
+        Key("files (.jsonl, .json, .txt, or these as .gz; .parquet, .csv), patterns (data/*.jsonl), or a directory"),
     ] = None
     dataset: Annotated[str | None, Key("name of a dataset on the hub, or a directory that `datasets` saved")] = None
     name: Annotated[str | None, Key("configuration of the dataset")] = None

@@ -47,3 +47,8 @@ def _is_foreign(module: str) -> bool:
     if module.startswith("transformers."):
         return module.startswith("transformers.models.")
     return module.partition(".")[0] not in ("torch", "shardwright", "transformers")
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 rank`, `2 ranks`: a number and what it counts; `plural` where that is not the noun with an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -391,7 +391,7 @@ def test_checkpoint_config() -> None:
         with pytest.raises(ValueError, match=said):
             PipelineGradientCheckpointConfig(**wrong)
     with pytest.raises(
-        ValueError, match=r"num_selective_layers_per_stage=.* stage 0 has 1 layers besides .* at most 1 works there"
+        ValueError, match=r"num_selective_layers_per_stage=.* stage 0 has 1 layer besides .* at most 1 works there"
     ):
         PipelineGradientCheckpointConfig(
             num_ckpt_layers_per_stage=[1, 0, 0, 0], num_selective_layers_per_stage=[2, 0, 0, 0]
@@ -402,7 +402,7 @@ def test_checkpoint_config() -> None:
         )
     with pytest.raises(ValueError, match="3 entries"):
         PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 1]).layers_of(stages, 0, [0, 2])
-    with pytest.raises(ValueError, match="stage 2 has 1 layers"):
+    with pytest.raises(ValueError, match="stage 2 has 1 layer"):
         PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 2, 1]).layers_of(stages, 0, [0, 2])
 
 
