@@ -114,7 +114,7 @@ def read_text(path: Path) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """The bytes of a file, unpacked."""
     if path.suffix != ".gz":
         with path.open("rb") as file:
