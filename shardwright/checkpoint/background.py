@@ -1,4 +1,6 @@
-"""One save at a time, in the background if wanted; what goes wrong there is raised at the next call."""
+"""One save at a time, in the background if wanted; what goes wrong there is raised at the next call, unless whoever has
+started it forgives it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from ..utils.streams import has_streams, host_memory, streams_of
+from .guard import Guard, active
 
 T = TypeVar("T")
 
@@ -19,19 +22,21 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._guard: Guard | None = None  # of the job that runs, or ran last
 
     def wait(self) -> None:
-        """Until the running job has ended; raises what it raised."""
+        """Until the running job has ended; raises what it raised, and its guard does not forgive."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
-        if error is not None:
+        if error is not None and not (self._guard is not None and self._guard.forgives(error)):
             raise error
 
     def start(self, job: Callable[[], object]) -> None:
         """Run `job` once the one before has ended (whose error is raised here)."""
         self.wait()
+        self._guard = active()
 
         def run() -> None:
             try:

@@ -55,6 +55,7 @@ class Job:
         self.heard = False  # whether this rank's script has been told of the failure
         self.place = ""  # this rank's coordinates
         self.steps = 0  # begun by execute_pipeline
+        self.runs = 0  # of steps, those that were run again among them
         self.raised = 0  # forwards that all ranks have raised in alike
         self.backwards = 0  # done by Booster.backward
         self.stepped = 0  # optimizer steps that were through
@@ -485,6 +486,18 @@ def count_backward() -> None:
 
 
 @contextlib.contextmanager
+def running_again() -> Iterator[None]:
+    """For steps that were taken before, so that messages go on counting as the script does."""
+    job = _job
+    counted = (job.steps, job.backwards) if job is not None else (0, 0)
+    try:
+        yield
+    finally:
+        if job is not None:
+            job.steps, job.backwards = counted
+
+
+@contextlib.contextmanager
 def step() -> Iterator[None]:
     """One step of execute_pipeline: an exception in it is told to all ranks.
 
@@ -497,11 +510,12 @@ def step() -> Iterator[None]:
         yield
         return
     job.steps += 1
+    job.runs += 1
     try:
         yield
     except Exception as error:
         doing = getattr(error, "doing", "")
-        if not doing and job.failure is None and job.all_raise(f"{job.steps}/{type(error).__name__}"):
+        if not doing and job.failure is None and job.all_raise(f"{job.runs}/{type(error).__name__}"):
             raise
         where = f"step {job.steps} of execute_pipeline"
         _tell_all(job, error, where, f"{where}, {doing}" if doing else where)

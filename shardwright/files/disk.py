@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -75,8 +76,9 @@ class OutputFile:
         self._put_all(piece)
 
     def _put_all(self, piece: memoryview) -> None:
-        while piece:
-            piece = piece[os.write(self._descriptor, piece) :]
+        with _named(self.path):
+            while piece:
+                piece = piece[os.write(self._descriptor, piece) :]
 
     def __enter__(self) -> OutputFile:
         return self
@@ -89,9 +91,20 @@ class OutputFile:
         try:
             if kind is None:
                 _at("fsync", self.path)
-                os.fsync(self._descriptor)
+                with _named(self.path):
+                    os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of a descriptor, which knows no name, says which file it was."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_file(path: Path, data: bytes) -> tuple[int, int]:

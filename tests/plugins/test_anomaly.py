@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwright import Booster
 from shardwright.booster.anomaly.notes import MOST
 from shardwright.booster.anomaly.origin import Origin, first_of
+from shardwright.cluster import job
 from shardwright.interface import NonFiniteLoss
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from shardwright.testing import run_ranks, zoo
@@ -203,10 +205,14 @@ def test_what_is_no_fault_is_not_named_and_nothing_is_kept() -> None:
     assert witness.notes.calls == []
 
 
-def test_a_step_that_was_looked_at_leaves_no_trace() -> None:
-    """Random numbers, buffers and weights are those of a run that never looked, and the next steps are the same."""
+def test_a_step_that_was_looked_at_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers, buffers and weights are those of a run that never looked, the next steps are the same, and
+    messages count them as the script does.
+    """
     weights = []
     for name in (None, "name"):
+        counting = job.Job(dist.HashStore(), 0, 1)
+        monkeypatch.setattr(job, "_job", counting)
         torch.manual_seed(0)
         net: Any = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Dropout(0.5))
         booster = Booster(on_nan="skip", detect_anomaly=name)
@@ -218,6 +224,7 @@ def test_a_step_that_was_looked_at_leaves_no_trace() -> None:
             booster.backward((model(x) * factor).sum(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
+        assert counting.backwards == 4
         weights.append([*net.state_dict().values(), torch.rand(1)])
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 

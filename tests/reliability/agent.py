@@ -2,8 +2,8 @@
 
     ended = torchrun(["script.py", "argument"], directory, restarts=2)
 
-With SHARDWRIGHT_FORKED=1 the agent is forked from a process that has loaded torch and transformers, and forks its ranks
-in place of `python script.py`: all else is torchrun's own. Without, it is the command.
+The agent is forked from a process that has loaded torch and transformers, and forks its ranks in place of `python
+script.py`: all else is torchrun's own. With SHARDWRIGHT_FORKED=0 it is the command.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shardwright.testing.rank_process import redirect_output
-from tests.reliability.processes import FORKED, PATIENCE, Forked, Process, Started, environment
+from tests.reliability.processes import PATIENCE, Forked, Process, Started, environment
+
+FORKED = os.environ.get("SHARDWRIGHT_FORKED") != "0"
 
 
 @dataclass(frozen=True)
 class Launched:
-    """exit code of torchrun, what it and its ranks printed, seconds from the start, and from `hit` if that was made"""
+    """exit code of torchrun, what it and its ranks printed, and seconds from the last mark to its end: the file `hit`
+    or a `rank-*` that a rank writes behind each step; where there is none, from its start
+    """
 
     code: int
     printed: str
     seconds: float
-    since_hit: float | None
 
 
 def torchrun(
@@ -51,7 +54,7 @@ def torchrun(
     seconds. `meanwhile` is given the process id of torchrun again and again, until it says True.
     """
     directory.mkdir(exist_ok=True)
-    output, begun, done = directory / "printed", time.monotonic(), False
+    output, begun, done = directory / extra.pop("OUTPUT", "printed"), time.time(), False
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *arguments]
     variables = environment(AGENT_OUTPUT=str(output), **extra)
     process: Process
@@ -59,17 +62,17 @@ def torchrun(
         process = Forked([__file__, *options], variables, output)
     else:
         process = Started(["-m", "torch.distributed.run", *options], variables, output)
-    while process.code() is None and time.monotonic() - begun < limit * PATIENCE:
+    while process.code() is None and time.time() - begun < limit * PATIENCE:
         done = done or meanwhile(process.pid)
         time.sleep(0.05)
-    code, seconds = process.code(), time.monotonic() - begun
+    code, ended = process.code(), time.time()
     if code is None:
         for rank in children(process.pid):
             os.kill(rank, signal.SIGKILL)
         process.kill()
-    hit = directory / "hit-at"
-    since = time.time() - hit.stat().st_mtime if hit.exists() else None
-    return Launched(-signal.SIGKILL if code is None else code, output.read_text(), seconds, since)
+    marks = [mark.stat().st_mtime for mark in (*directory.glob("rank-*"), directory / "hit") if mark.exists()]
+    since = ended - max(marks, default=begun)
+    return Launched(-signal.SIGKILL if code is None else code, output.read_text(), since)
 
 
 def children(process: int) -> list[int]:

@@ -7,7 +7,7 @@ seen.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STALLED, RAISED, KILLED = 79, 1, -signal.SIGKILL
 LIMIT = 3.0  # seconds, `launch(step_timeout=)` of all cases
@@ -19,11 +19,12 @@ BOOST = 60.0  # seconds from the start of the processes, where they end in boost
 class Case:
     """
     fault, layout, rank   as `faulty_script.py` takes them
-    codes      exit codes by rank
+    codes      exit codes by rank; by_torchrun: torchrun's
     words      what one of the ranks must print
     happens    for the table
     goes_on    whether all steps are taken; else the job ends at step `STEP`
     seconds    until every process has ended, from the last step that any rank took
+    by_torchrun  started by it, else as srun does
     """
 
     fault: str
@@ -34,10 +35,12 @@ class Case:
     happens: str
     goes_on: bool = False
     seconds: float = LIMIT + 10
+    by_torchrun: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.fault.replace(' ', '-')}-{self.layout}-rank{self.rank}"
+        by = "torchrun-" if self.by_torchrun else ""
+        return f"{by}{self.fault.replace(' ', '-')}-{self.layout}-rank{self.rank}"
 
 
 def _stalled(fault: str, layout: str, rank: int, words: str, happens: str) -> Case:
@@ -229,4 +232,35 @@ CASES = [
             ("slow disk", "dp2", "trained", "the first writes of a save take a second each"),
         )
     ),
+]
+
+# Those that are played under torchrun, too, whose report of what failed first has the same words but for these.
+_LAUNCHED = {
+    "stop-zero2-rank1": "",
+    "stop-pp2-rank0": "held the job up: it gives no sign of life",  # torchrun serves the store
+    "sleep-pp2-rank1": "",
+    "kill-pp2-rank0": "",
+    "kill-tp2-rank1": "",
+    "raise-zero2-rank1": "",
+    "leave-zero2-rank1": "",
+    "leave-ddp-rank1": "",
+    "interrupt-dp2-rank1": "was interrupted in or after step 3",
+    "terminate-tp2-rank1": "",
+    "criterion-pp2-rank1": "",
+    "nan-tp2-rank1": "",
+    "nan-batch-dp2-rank1": "failed first in or after step 4 of execute_pipeline",
+    "full-disk-dp2-rank1": "",
+    "kill-in-save-pp2-rank1": "",
+    "damaged-zero2-rank1": "",
+}
+CASES += [
+    replace(
+        case,
+        codes=(0 if case.goes_on else RAISED,),
+        words=_LAUNCHED[case.name] or case.words,
+        happens=f"{case.happens}, under torchrun".replace(" to the rank that serves the store", ""),
+        by_torchrun=True,
+    )
+    for case in CASES
+    if case.name in _LAUNCHED
 ]

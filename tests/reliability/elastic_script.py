@@ -1,6 +1,7 @@
 """Trains a tiny model by `elastic.run` and is hit once, or every few steps, by what its environment names.
 
     python elastic_script.py LAYOUT DIRECTORY        FAULT=kill|stop|terminate|nan RANK_HIT=1 AT=5 [EVERY=2]
+    python elastic_script.py LAYOUT DIRECTORY        FAULT=slow        a second for each step
     python elastic_script.py LAYOUT DIRECTORY        SOAK=7:0.2        faults drawn from seed 7, one in five steps
 
 Rank 0 writes the final weights to DIRECTORY/final.pt and appends a line per step to DIRECTORY/steps.
@@ -103,6 +104,9 @@ def _be_hit(step: int, directory: Path) -> str | None:
             return drawn
         os.kill(os.getpid(), SIGNALS[drawn])
     fault = os.environ.get("FAULT")
+    if fault == "slow":
+        time.sleep(1)
+        return None
     every = int(os.environ.get("EVERY", "0"))
     due = step % every == 0 if every else step == int(os.environ.get("AT", "0"))
     mark = directory / f"hit-{step}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reliability.agent import torchrun
 from tests.reliability.cases import BOOST, CASES, LIMIT, STEP, Case
 from tests.reliability.processes import PATIENCE, Ended, run
 
@@ -21,7 +22,11 @@ ALWAYS = ("sleep-pp2-rank1",)
 
 def play(case: Case, directory: Path) -> Ended:
     arguments = [SCRIPT, case.layout, case.fault, str(case.rank), str(STEP), str(directory)]
-    return run(arguments, directory, len(case.codes), STEP_TIMEOUT=str(LIMIT * PATIENCE))
+    limit = str(LIMIT * PATIENCE)
+    if case.by_torchrun:
+        launched = torchrun(arguments, directory, STEP_TIMEOUT=limit)
+        return Ended([launched.code], [launched.printed], launched.seconds)
+    return run(arguments, directory, len(case.codes), STEP_TIMEOUT=limit)
 
 
 def check(case: Case, ended: Ended, directory: Path) -> None:

@@ -5,6 +5,7 @@ whole.
 from __future__ import annotations
 
 import errno
+import resource
 import shutil
 from pathlib import Path
 
@@ -178,3 +179,15 @@ def test_an_error_in_the_background_surfaces_at_the_next_call(run: Path) -> None
     toy.booster.wait()
     assert sorted(child.name for child in run.glob("*step-*")) == ["step-1", "step-2", "step-3"]
     assert torch.equal(toy.values()[0], trained(2).values()[0])
+
+
+def test_a_file_that_cannot_grow_is_named(tmp_path: Path) -> None:
+    """By the limit of `ulimit -f`, as by a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"too large.*/weights'") as raised:
+            disk.write_file(tmp_path / "weights", bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG

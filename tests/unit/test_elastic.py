@@ -50,6 +50,7 @@ class Training:
             list[torch.Tensor](),
         )  # batches that come to nothing, by their number, and all batches
         self.first: Any = None  # the layer before it is trained
+        self.own: Path | None = None  # where the script itself saves at its end
 
     def __call__(self, run: elastic.Run) -> str:
         plugin = LowLevelZeroPlugin(stage=1, precision="fp32")
@@ -73,6 +74,8 @@ class Training:
                 run.completed()
                 if run.step == 6:
                     break
+        if self.own is not None:
+            booster.save(self.own, model=model)
         self.weights = torch.cat([param.detach().flatten() for param in model.unwrap().parameters()])
         return "done"
 
@@ -171,6 +174,28 @@ def test_a_save_that_failed_before_does_not_cost_the_one_at_the_end(
     costs = [line for line in said if "a checkpoint could not be written and training goes on without it" in line]
     assert [line.split(":")[0] for line in costs] == (["step 2", "step 4"] if stays_full else ["step 2"])
     assert f"step 4 {'could not be' if stays_full else 'is'} saved" in said[-1]
+
+
+def test_a_save_that_failed_is_not_told_of_by_a_call_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(DistributedLogger, "warning", lambda self, message, ranks=None: said.append(message))
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "half-way write" and "step-" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    disk.set_probe(full)
+    training = Training()
+    training.own = tmp_path / "own"
+    assert run(training, tmp_path / "run", save_every=6) == "done"
+    assert saved(tmp_path) == ["own", "run"]
+    assert [line.partition(" and training goes on without it: ")[0] for line in said] == [
+        "step 6: a checkpoint could not be written"
+    ]
+    with pytest.raises(OSError, match="No space left"):
+        run(training, tmp_path / "raise", save_every=6, on_save_error="raise")
 
 
 def test_children_end_when_they_are_told_to(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from ...checkpoint import rng
 from ...checkpoint.held import held_tensors
 from ...cluster.heart import heart
+from ...cluster.job import running_again
 from ...plugins.agreement import exchange_facts, place_of
 from ...plugins.base import Plugin, unwrapped
 from ...utils.errors import one_of
@@ -113,7 +114,7 @@ class Namer:
         trace = self._trace = Trace(unwrapped(model))
         try:
             optimizer.zero_grad()
-            with heart.untimed(), trace.watching():
+            with heart.untimed(), running_again(), trace.watching():
                 for call in self.notes.calls:
                     rng.set_states(call.states)
                     trace.begin(call)
