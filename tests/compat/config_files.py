@@ -149,7 +149,7 @@ CASES = [
             "sequence_parallelism_mode": "ring_attn",
         },
         {"activation_checkpointing": True, "bf16": True, "nproc": 8},
-        ["fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_state_dict_type", "rdzv_backend"],
+        ["fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_state_dict_type", "rdzv_backend", "max_grad_norm"],
     ),
     Case(
         "megatron.yaml",
@@ -245,6 +245,6 @@ CASES = [
             "activation_checkpointing": True,
             "data": {"max_length": 4096},
         },
-        ["-c", "--mixed_precision"],
+        ["-c", "--mixed_precision", "--hostfile"],
     ),
 ]

@@ -18,7 +18,11 @@ from shardwright.compat.configs import SOURCES, TARGETS, read_file, write
 from shardwright.compat.configs.statements import read_assignments
 from shardwright.plugins.hybrid.config_form import read_config
 from shardwright.trainer import build_recipe
-from tests.compat.config_files import CASES, Case
+from tests.compat.config_files import CASES as PLAIN
+from tests.compat.config_files import Case
+from tests.compat.realistic_files import REALISTIC
+
+CASES = [*PLAIN, *REALISTIC]
 
 NEEDED = {"model": "gpt2", "data": {"path": "a.jsonl"}, "eval_data": {"path": "b.jsonl"}}
 
@@ -50,7 +54,7 @@ def test_every_target(case: Case, target: str, tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().out
     if target == "shardwright":
         read = yaml.safe_load(text)
-        assert read.pop("layout") == case.layout
+        assert read.pop("layout", {}) == case.layout
         assert read == case.recipe
         assert all(key in text for key in case.noted)
     elif target == "plugin":
@@ -76,6 +80,30 @@ def test_a_recipe_of_deepspeed_keys_goes_there_and_back(tmp_path: Path) -> None:
     assert back.layout == {"zero_stage": 3, "cpu_offload": True}
     recipe.pop("seed")
     assert back.recipe == {**recipe, "adam_beta1": 0.9, "optim": "adamw_torch", "max_grad_norm": 1.0}
+
+
+def test_batches_and_a_schedule_go_there_and_back(tmp_path: Path) -> None:
+    """A step has as many samples there as here, however the layout cuts them."""
+    steps = {"lr_scheduler_type": "linear", "warmup_steps": 20, "max_steps": 200, "learning_rate": 1e-3}
+    recipe = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 3, "fp16": True, **steps}
+    for layout, parts in (
+        ({"num_microbatches": 12}, (8, 12)),
+        ({"microbatch_size": 16}, (16, 6)),
+        ({}, (32, 3)),
+        ({"num_microbatches": 7}, (32, 3)),  # which does not divide them
+    ):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**recipe, "layout": {**layout, "initial_scale": 1024.0}}))
+        text, notes = write(read_file(path)[1], "deepspeed")
+        there = json.loads(text)
+        assert (there["train_micro_batch_size_per_gpu"], there["gradient_accumulation_steps"]) == parts
+        assert parts[0] * parts[1] == 96
+        assert [note.key for note in notes] == (["layout.num_microbatches"] if 7 in layout.values() else [])
+        (tmp_path / "back.json").write_text(text)
+        back = read_file(tmp_path / "back.json")[1]
+        assert {name: back.recipe[name] for name in steps} == steps
+        assert back.layout == {"initial_scale": 1024.0, "zero_stage": 0}
+        assert back.notes == []
 
 
 def test_accelerate_takes_what_is_written_for_it(tmp_path: Path) -> None:
@@ -203,9 +231,15 @@ TP = 8
         "distributed_type: FSDP\nmixed_precision: fp16\ntpu_env: []\nfsdp_config: {fsdp_offload_params: 'false'}",
         {"zero_stage": 3},
         {"fp16": True},
-        [],
+        ["max_grad_norm"],
     ),
-    ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: false}", {"zero_stage": 2}, {}, []),
+    (
+        "a.yaml",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: false}",
+        {"zero_stage": 2},
+        {},
+        ["max_grad_norm"],
+    ),
     (
         "fsdp.json",
         '{"activation_checkpointing": "false", "cpu_offload": "False", "fsdp_use_orig_params": "true"}',

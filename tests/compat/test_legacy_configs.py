@@ -25,6 +25,7 @@ parallel = dict(pipeline=2, tensor=dict(size=4, mode='1d'))
 fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=2**8, hysteresis=3, verbose=True)
 clip_grad_norm = 1.0
 gradient_accumulation = 3
+cudnn_deterministic = False
 NUM_MICRO_BATCHES = parallel['pipeline'] * 2
 TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LENGTH, HIDDEN_SIZE)
 cudnn_benchmark = True

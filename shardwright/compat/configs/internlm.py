@@ -7,7 +7,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from ...plugins.hybrid.config_form import INNER, SCHEDULES, SECTIONS, TENSOR_MODES, read_config
-from .found import Found, Rules, apply, dotted, each_leaf, nothing, says, to_recipe
+from .found import CUDNN, Found, Rules, apply, dotted, each_leaf, nothing, says, to_recipe
 from .statements import read_assignments
 
 _MODEL = "the model of a recipe is a name, a directory or {config: {model_type: ...}} of transformers"
@@ -53,7 +53,14 @@ RULES: Rules = {
     "data.num_worker": to_recipe("dataloader_num_workers"),
     "data.skip_batches": says("resume goes on at the sample where it stopped"),
     "data.rampup_batch_size": says("all steps have the same batch size"),
+    "data.min_length": says(_DATA),
+    "data.valid_micro_num": says("per_device_eval_batch_size says how many samples an evaluation takes at a time"),
+    "data.empty_cache_and_diag_interval": nothing,
+    "data.diag_outlier_ratio": nothing,
     "monitor": says("report_to, and metrics.jsonl"),
+    "generation": says("shardwright generate writes text with a trained model"),
+    "use_fp32_norm": says("norms compute in the dtype of the model, as transformers has them"),
+    **CUDNN,
     "tensorboard.enable_tb": lambda found, key, value: found.recipe.update(report_to="tensorboard") if value else None,
 }
 

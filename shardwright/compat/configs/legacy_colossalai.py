@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .colossalai import PLUGINS
-from .found import QUIET, Found, Rules, apply, asks, dotted, nothing, says, to_layout, to_recipe
+from .found import CUDNN, QUIET, Found, Rules, apply, asks, dotted, nothing, says, to_layout, to_recipe
 from .statements import Called, parse, read_assignments
 from .training_calls import OPTIMIZERS, read_optimizer
 
 _THEIRS = (
     *("clip_grad_norm", "gradient_accumulation", "fp16", "zero", "gradient_handler", "torch_ddp"),
-    *("cudnn_benchmark", "cudnn_deterministic", "NUM_MICRO_BATCHES", "TENSOR_SHAPE"),
+    *("NUM_MICRO_BATCHES", "TENSOR_SHAPE"),
 )
 _MODES = ("2d", "2.5d", "3d", "sequence")  # of tensor parallelism, which InternLM has not
 _INTERNLM = (
@@ -118,8 +118,7 @@ RULES: Rules = {
         for name in ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
     },
     "gradient_handler": nothing,  # gradients are always averaged over the ranks that share a weight
-    "cudnn_benchmark": says("torch.backends.cudnn.benchmark is for a script"),
-    "cudnn_deterministic": says("launch(deterministic=True) is for a script"),
+    **CUDNN,
     **dict.fromkeys(("rank", "local_rank", "world_size", "host", "port", "backend"), says(_LAUNCHER, ())),
     "model.num_chunks": nothing,  # _pipeline
     **{
