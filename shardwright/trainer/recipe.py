@@ -231,11 +231,34 @@ ELSEWHERE = {
     "parallelism_config": "say layout: {tp_size: ..., pp_size: ..., sp_size: ..., zero_stage: ...}",
     "torch_compile": "say layout: {enable_jit_fused: true}",
     "tf32": "call torch.set_float32_matmul_precision in a script of your own, or train with bf16: true",
+    **dict.fromkeys(
+        ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), "say layout: {tp_size: N}"
+    ),
+    **dict.fromkeys(
+        ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"), "say layout: {pp_size: N}"
+    ),
+    **dict.fromkeys(("precision", "mixed_precision", "dtype", "torch_dtype"), "say bf16: true or fp16: true"),
+    **dict.fromkeys(("max_norm", "gradient_clipping"), "say max_grad_norm"),
+    "lr": "say learning_rate",
+    "epochs": "say num_train_epochs",
+    "batch_size": "say per_device_train_batch_size",
+    "label_smoothing_factor": "give a Trainer in a script of your own a criterion that smooths",
+    "neftune_noise_alpha": "embeddings get no noise: leave it out",
+    "group_by_length": "say data: {packing: true}, which leaves no padding",
+    "remove_unused_columns": "data names the columns that are read, others are left alone: leave it out",
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss", "train_on_inputs"),
+        "of messages, and of prompt and completion, answers alone are learned: leave it out",
+    ),
+    **dict.fromkeys(("do_train", "do_eval"), "a recipe trains, and evaluates as eval_strategy says: leave it out"),
+    "overwrite_output_dir": "say resume: true to go on with what output_dir has, or name another output_dir",
+    "save_safetensors": "weights are always safetensors: leave it out",
+    **dict.fromkeys(("use_peft", "use_lora", "lora_r"), "say lora: {r: N}"),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantised weights are not trained: leave it out, and say lora"),
     "push_to_hub": "push output_dir/model with huggingface_hub when it is trained",
+    **dict.fromkeys(("train_file", "dataset_path", "data_path"), "say data: {path: FILE}"),
     "dataset_name": "say data: {dataset: NAME, split: train, text: COLUMN}",
     "dataset_text_field": "say data: {text: COLUMN}",
-    "max_length": "say data: {max_length: N}",
-    "max_seq_length": "say data: {max_length: N}",
-    "packing": "say data: {packing: true}",
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "cutoff_len"), "say data: {max_length: N}"),
     "train_batch_size": "say per_device_train_batch_size",
 }

@@ -204,7 +204,6 @@ CASES = [
             "data": {"max_length": 2048, "packing": True},
             "lr_scheduler_type": "cosine",
             "max_steps": 20,
-            "eval_steps": 50,
             "learning_rate": 1e-4,
             "adam_beta1": 0.9,
             "adam_beta2": 0.95,
@@ -214,7 +213,7 @@ CASES = [
         },
         [
             *("TRAIN_FOLDER", "parallel.weight.overlap", "data.seq_len", "model_type", "ckpt"),
-            *("loss.label_smoothing", "lr_scheduler.eta_min", "model"),
+            *("data.valid_every", "loss.label_smoothing", "lr_scheduler.eta_min", "model"),
         ],
     ),
     Case(

@@ -41,7 +41,7 @@ RULES: Rules = {
     "data.train_folder": says(_DATA),
     "data.valid_folder": says("say eval_data: {path: FILES, text: COLUMN}"),
     "data.total_steps": to_recipe("max_steps"),
-    "data.valid_every": to_recipe("eval_steps"),
+    "data.valid_every": says("with eval_data: eval_strategy: steps, and as many eval_steps"),
     "data.gradient_accumulation": to_recipe("gradient_accumulation_steps"),
     "data.num_worker": to_recipe("dataloader_num_workers"),
     "data.skip_batches": says("resume goes on at the sample where it stopped"),
