@@ -17,17 +17,28 @@ _RECOMPUTED = "say activation_checkpointing: true, or layout: {gradient_checkpoi
 _SCRIPT = "write a script with shardwright.trainer.Trainer for it"
 _TABLE = {
     "parallelism_config": _RANKS,
-    "tp_size": _RANKS,
+    **dict.fromkeys(
+        ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), "say layout: {tp_size: N}"
+    ),
+    **dict.fromkeys(
+        ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"), "say layout: {pp_size: N}"
+    ),
+    **dict.fromkeys(("precision", "mixed_precision", "dtype", "torch_dtype"), "say bf16: true or fp16: true"),
+    **dict.fromkeys(("max_norm", "gradient_clipping"), "say max_grad_norm"),
+    "remove_unused_columns": "data names the columns that are read, others are left alone: leave it out",
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss", "train_on_inputs"),
+        "of messages, and of prompt and completion, answers alone are learned: leave it out",
+    ),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantised weights are not trained: leave it out, and say lora"),
     "torch_compile": "say layout: {enable_jit_fused: true}",
     "tf32": "call torch.set_float32_matmul_precision in a script of your own, or train with bf16: true",
     "push_to_hub": "push output_dir/model with huggingface_hub when it is trained",
     "dataset_name": "say data: {dataset: NAME, split: train, text: COLUMN}",
     "dataset_text_field": "say data: {text: COLUMN}",
-    "max_length": "say data: {max_length: N}",
-    "max_seq_length": "say data: {max_length: N}",
-    "packing": "say data: {packing: true}",
-    "streaming": "say data: {streaming: true}",
-    "train_batch_size": "say per_device_train_batch_size",
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "cutoff_len"), "say data: {max_length: N}"),
+    **dict.fromkeys(("train_file", "dataset_path", "data_path"), "say data: {path: FILE}"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "say per_device_train_batch_size"),
     "per_gpu_train_batch_size": "say per_device_train_batch_size",
     "epochs": "say num_train_epochs",
     "lr": "say learning_rate",
@@ -55,9 +66,7 @@ _TABLE = {
     "use_cpu": "CUDA_VISIBLE_DEVICES= in the environment hides GPUs",
     "no_cuda": "CUDA_VISIBLE_DEVICES= in the environment hides GPUs",
     "auto_find_batch_size": "shardwright plan tells what fits; give per_device_train_batch_size",
-    **dict.fromkeys(
-        ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "target_modules"), _LORA
-    ),
+    **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_target_modules"), _LORA),
 }
 _DEEPSPEED = "say layout: {zero_stage: 1, 2 or 3}; `shardwright config ds_config.json` translates the file"
 _NOTHING: tuple[Any, ...] = (None, False, "", "no", [], {})

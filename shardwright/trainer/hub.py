@@ -76,6 +76,8 @@ def why_not(error: BaseException, name: str, kind: str = "") -> str | None:
         RepositoryNotFoundError,
     )
 
+    if Path(name).is_dir():
+        return None  # what is wrong is in it
     found = list(_chain(error))
     if any(isinstance(one, GatedRepoError) for one in found):
         return (

@@ -144,6 +144,11 @@ def test_what_cannot_be_read(
     assert said.out == ""
 
 
+def test_a_directory_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"shardwright config: {tmp_path} is a directory; name a configuration in it\n"
+
+
 FUSED = ("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention")
 DEFAULTS: list[tuple[str, str, dict[str, Any], dict[str, Any], list[str]]] = [
     (

@@ -23,6 +23,8 @@ _DEEPSPEED = (
 
 def read_file(path: Path, source: str | None = None) -> tuple[str, Found]:
     """The framework (found out from the file where `source` is None), and what its configuration comes to."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a configuration in it")
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     try:
