@@ -241,6 +241,8 @@ class _Walk:
                 self._gather(name, region)
         elif region is not None and region.closes and inner and not any(self._regions[other].closes for other in inner):
             self._compute_whole(name)  # a mixer whose parts open by themselves: it views what they return as whole
+        elif region is not None and region.closes and not region.opens and inner and self._gathered_columns(name):
+            self._compute_whole(name)  # a row linear between a gathered column and parts that close by themselves
         elif self._way.trusting and region is not None and region.closes and not region.opens and not inner:
             self._compute_whole(name)  # whose row linears are given whole features
         elif self._way.careful and region is None and inner and self._gathers_alone(name, inner):

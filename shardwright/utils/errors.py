@@ -24,8 +24,8 @@ def divisors(number: int) -> list[int]:
 
 
 def said_in_model(error: BaseException | None) -> str:
-    """What an error says in its first line, and the last line of a model's own code that it passed: `ValueError: no
-    such mask, at y = y * mask (modeling_x.py, line 12)`.
+    """What an error says in its first line, and the last line of a model's own code that it passed, which did not raise
+    it itself: `ValueError: no such mask, at y = y * mask (modeling_x.py, line 12)`.
     """
     words = next(iter(str(error).splitlines()), "").partition("; use ")[0]
     said = f"{type(error).__name__}: {words}"
@@ -36,7 +36,8 @@ def said_in_model(error: BaseException | None) -> str:
         for frame, number in traceback.walk_tb(error.__traceback__)
         if _is_foreign(frame.f_globals.get("__name__", ""))
     ]
-    if not frames or not frames[-1].line:
+    frames = [frame for frame in frames if frame.line and not frame.line.startswith(("raise", "assert"))]
+    if not frames:
         return said
     file = frames[-1].filename.replace("\\", "/").rpartition("/")[2]
     return f"{said}, at {frames[-1].line} ({file}, line {frames[-1].lineno})"

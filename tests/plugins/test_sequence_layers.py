@@ -214,3 +214,9 @@ def test_what_computes_its_loss_of_whole_logits_is_refused_in_pipelines() -> Non
 
     with pytest.raises(ValueError, match=r"pp_size=2 .*takes no shift_labels.*use pp_size=1"):
         check_layers(Settings(), facts, "OldForCausalLM")  # type: ignore[arg-type]
+
+
+def test_layers_that_are_given_tokens_before_samples_are_named() -> None:
+    xlnet = _made(transformers.XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=16))
+    with pytest.raises(ValueError, match=r"its layers are given \[length, batch, \.\.\.\], 22 tokens of 3 rows"):
+        probe_mode("all_to_all", xlnet)

@@ -26,9 +26,16 @@ ALONG = (
     "Gemma4ForCausalLM",
     "Gemma3nForCausalLM",
     "MllamaForCausalLM",
+    "XLMWithLMHeadModel",
 )
 # The same in more ways: row linears that are given whole features; layers that read what was before other layers.
-MORE_ALONG = ("CpmAntForCausalLM", "Qwen4ExpForCausalLM", "Inkling2ForCausalLM", "ZambaForCausalLM")
+MORE_ALONG = (
+    "CpmAntForCausalLM",
+    "Qwen4ExpForCausalLM",
+    "Inkling2ForCausalLM",
+    "ZambaForCausalLM",
+    "Zamba2ForCausalLM",
+)
 # Convolutions that only a state space reads; experts that are chosen by token ids.
 OVER = ("RecurrentGemmaForCausalLM", "DeepseekV4ForCausalLM")
 
