@@ -60,8 +60,8 @@ LAYOUTS: list[Job] = [
     Job(MOE, {"num_microbatches": 2}),
     Job(LLAMA, PIPELINE | {"zero_stage": 2}, checkpointing=True, accumulate=2),
     Job(BLOOM, RING),
-    # once per layer and forward: how many rows come from whom
-    Job(MOE, {"ep_size": 2, "zero_stage": 1}, checkpointing=True, unavoidable={ROUTES: 3 * 4}),
+    # once per layer and forward, that of the backward included: how many rows come from whom
+    Job(MOE, {"ep_size": 2, "zero_stage": 1}, checkpointing=True, unavoidable={ROUTES: 3 * 4 * 2}),
 ]
 MORE: list[Job] = [
     Job(LLAMA, {}),
