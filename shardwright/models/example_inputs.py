@@ -42,6 +42,7 @@ _BESIDES_TEXT = ("pixel", "patches", "image", "video", "audio", "visual", "bbox"
 _SOUND_PLACEHOLDERS = ("audio_token_id", "audio_token_index")
 _SOUND_TYPE = 3  # of a place, where 1 is that of an image
 _FRAME_MASKS = {"input_features_mask", "feature_attention_mask"}
+_FRAME_LENGTHS = {"chunk_sample_lengths"}
 _SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
 _FRAMES_OF_SOUND = 32
 _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim")
@@ -218,6 +219,8 @@ class _Maker(PictureMaker):
                 yield {**seen, **self.words()}
             for asked in self.prompts():
                 yield {**seen, **asked}
+            if not takes_text and (decoded := self.decoder_ids()):
+                yield {**seen, **decoded}
         for heard in filter(None, sounds):
             if takes_text:
                 yield from self._spoken(heard)
@@ -305,7 +308,7 @@ class _Maker(PictureMaker):
         """
         frames = size_in(self.config, "audio_length_per_tok")
         has_places = any(getattr(self.config, name, None) is not None for name in _SOUND_PLACEHOLDERS)
-        takes_mask = "input_features" in heard and bool(_FRAME_MASKS & self.arguments)
+        takes_mask = "input_features" in heard and bool((_FRAME_MASKS | _FRAME_LENGTHS) & self.arguments)
         for masks in [self.frame_mask(heard), {}] if takes_mask else [{}]:
             if has_places and (counts := self._counted({**heard, **masks})) is not None:
                 yield {**heard, **masks, **self._worded((counts, _SOUND_PLACEHOLDERS))}
@@ -313,11 +316,16 @@ class _Maker(PictureMaker):
             yield {"input_features": self._noise(SAMPLES, self._bins(), frames * _LENGTH), **self.words()}
 
     def frame_mask(self, heard: Batch) -> Batch:
-        """[B, F]: every frame counts; frames are what spectra have more of than bins."""
+        """That every frame counts: [B, F], or the samples of sound [B] that its frames were made of; frames are what
+        spectra have more of than bins.
+        """
         spectrum = heard["input_features"]
         frames = spectrum.shape[1] if spectrum.shape[2] == self._bins() else spectrum.shape[2]
         names = (_FRAME_MASKS | {"padding_mask"}) & self.arguments
-        return {name: torch.ones(SAMPLES, frames, dtype=torch.long) for name in sorted(names)}
+        found = {name: torch.ones(SAMPLES, frames, dtype=torch.long) for name in sorted(names)}
+        for name in _FRAME_LENGTHS & self.arguments:
+            found[name] = torch.full((SAMPLES,), frames * (size_in(self.audio, "hop_length") or 1))
+        return found
 
     def _counted(self, inputs: Batch) -> list[int] | None:
         return feature_counts(self.model, self.placed(inputs), SAMPLES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.models.dry_run import call_model
-from shardwright.models.example_inputs import loss_of
+from shardwright.models.dry_run import call_model, meta_copy, without_data
+from shardwright.models.example_inputs import example_batches, loss_of
 from shardwright.testing.matrix import Subject
 from shardwright.testing.matrix.sizes import _as_declared
 from shardwright.testing.matrix.subject import build
@@ -53,6 +53,20 @@ def test_a_batch_reaches_the_towers_and_all_kinds_of_layers(name: str) -> None:
     loss_of(call_model(built.model, built.batch)).backward()
     sizes = {param: param.numel() for param in built.model.parameters()}
     assert sum(size for param, size in sizes.items() if param.grad is not None) > 0.85 * sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", ["Pix2StructForConditionalGeneration", "VisionEncoderDecoderModel"])
+def test_a_model_without_weights_runs_on_an_example_of_images_and_words(name: str) -> None:
+    model = meta_copy(build(Subject(name)).model)
+    ran = []
+    for batch in example_batches(model):
+        try:
+            with without_data():
+                call_model(model, batch)
+        except Exception:  # of the model's own code, on a batch that was guessed
+            continue
+        ran.append(batch)
+    assert any({"decoder_input_ids"} < batch.keys() for batch in ran)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # The projector reads four tokens of the tower at once.
     "glmasr_encoder": {"intermediate_size": 4 * WIDTH},
     "voxtral_encoder": {"intermediate_size": 4 * WIDTH},
+    **{name: {"output_dim": WIDTH} for name in ("qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder")},
     "qwen3_asr_encoder": {"output_dim": WIDTH, "n_window_infer": 100},
     "vibevoice_acoustic_tokenizer_encoder": {
         "num_filters": 2,
