@@ -226,7 +226,8 @@ class SelfCheck:
 
     def _compare(self, model: nn.Module, error: torch.Tensor) -> None:
         index = {name: position for position, name in enumerate(self._gradients)}
-        largest = max(float(gradient.abs().max()) for gradient in self._gradients.values() if gradient is not None)
+        gradients = [each for each in self._gradients.values() if each is not None and each.numel()]
+        largest = max(float(gradient.abs().max()) for gradient in gradients)
         for name, param in model.named_parameters():
             expected, spec = self._gradients[name], get_spec(param)
             if expected is None or not param.numel():
