@@ -91,6 +91,7 @@ DEFERRED_ALLOWED = {
     "cli/demo/command": "as cli/plan",
     "cli/demo/layout": "as cli/plan",
     "cli/demo/training": "one rank writes the results, and every rank's start would wait for what writes them",
+    "trainer/reading": "a recipe is read without torch, and a key that is none of its own asks the plugin",
     "lazy/context": "the file imports transformers, which a script that has not imported it does not need",
 }
 HEAVY = ("transformers", "datasets", "deepspeed", "xformers", "flash_attn", "triton")
