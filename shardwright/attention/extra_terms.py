@@ -75,7 +75,7 @@ def with_alibi(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, alibi: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With features that add a term per key and head, `alibi` [B, H, T], to scores of this scale."""
-    ones = in_two(torch.tensor(1 / scale, dtype=torch.float64, device=query.device), query.dtype)
+    ones = in_two(torch.full((), 1 / scale, dtype=torch.float64, device=query.device), query.dtype)
     return with_terms(query, key, value, ones, alibi.to(key.dtype)[..., None].expand(*alibi.shape, 2))
 
 

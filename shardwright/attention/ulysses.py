@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..ops.collective import all_to_all_in_group
 from ..ops.compiled import name_of
 from ..ops.compiled_heads import trade_heads
+from ..utils.tensors import numbers_for
 from .heads import HeadShares, share_heads
 from .masks import View, WholeMasks
 from .zigzag import Share
@@ -81,7 +82,7 @@ class Ulysses:
         shares = share_heads(query.shape[HEADS], key.shape[HEADS], self._trade.ranks)
         sizes, order = list(shares.queries), shares.key_order
         if order is not None:
-            index = torch.tensor(order, device=key.device)
+            index = numbers_for(key, tuple(order))
             key, value = key.index_select(HEADS, index), value.index_select(HEADS, index)
         query = self._trade.to_heads(query, sizes)
         key = self._trade.to_heads(key, shares.key_sizes)

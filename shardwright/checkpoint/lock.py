@@ -19,6 +19,7 @@ import os
 import re
 import socket
 import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def claim(*directories: Path) -> None:
     DirectoryTaken on all of them. A directory that cannot be made costs what is saved there, later.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    _, error = attempt(lambda: [_claim(directory) for directory in directories] if rank == 0 else None)
+    _, error = attempt(lambda: _claim_all(directories if rank == 0 else ()))
     told = None if error is None else [isinstance(error, DirectoryTaken), str(error)]
     told = Agreement(ranks).broadcast(told)
     if told is not None:  # the same on all ranks, so that whichever is heard first says what is wrong
@@ -68,6 +69,11 @@ def require_free(directory: Path) -> None:
         _own.discard(here)
         if here in _held:
             os.close(_held.pop(here))
+
+
+def _claim_all(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        _claim(directory)
 
 
 def _claim(directory: Path) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..interface import OptimizerWrapper
 from ..interface.shards import LoadedShard, ParamShard, ShardedOptimizer
+from ..utils.errors import counted
 from ..utils.tensors import local_tensor
 from .held import Held, held_tensors
 from .position import Position
@@ -146,7 +147,8 @@ def _is_alike(here: Any, there: Any) -> bool:
 def load_hyperparameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     if len(groups) != len(saved):
         raise ValueError(
-            f"the checkpoint has {len(saved)} param groups, the optimizer {len(groups)}: build it with the same groups"
+            f"the checkpoint has {counted(len(saved), 'param group')}, the optimizer {len(groups)}: build it "
+            "with the same groups"
         )
     for group, values in zip(groups, saved, strict=True):  # before any is written to
         for key, value in values.items():

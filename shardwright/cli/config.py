@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..utils.errors import counted
+
 HELP = (
     "translate a configuration of Colossal-AI, InternLM, DeepSpeed, Accelerate or FSDP, or a recipe into one of theirs"
 )
@@ -37,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"shardwright config: {error}", file=sys.stderr)
         return 2
     said = [
-        f"# from {source}; {len(notes) or 'no'} keys without a counterpart" + ":" * bool(notes),
+        f"# from {source}; {counted(len(notes), 'key') if notes else 'no keys'} without a "
+        f"counterpart{':' * bool(notes)}",
         *(f"#   {note}" for note in notes),
     ]
     # JSON has no comments

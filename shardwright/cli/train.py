@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..utils.errors import counted
 from .relaunch import inside_launcher, most_cpu_ranks, relaunch
 
 HELP = "train or fine-tune a language model as a recipe says, on the ranks of this machine or of a launcher"
@@ -87,7 +88,7 @@ def _train(args: argparse.Namespace, recipe: Any) -> int:
         check(recipe, world_size)
     if args.check:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"This recipe works on {world_size} rank{'s' * (world_size > 1)}.")
+            print(f"This recipe works on {counted(world_size, 'rank')}.")
         return 0
     if joins:
         return train(recipe)
@@ -95,7 +96,7 @@ def _train(args: argparse.Namespace, recipe: Any) -> int:
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         resolved = Path(folder) / "recipe.json"
         resolved.write_text(_as_json(recipe))
-        print(f"Starting {world_size} rank{'s' * (world_size > 1)} ...", flush=True)
+        print(f"Starting {counted(world_size, 'rank')} ...", flush=True)
         return relaunch(["train", str(resolved)], world_size)
 
 

@@ -81,3 +81,15 @@ def makes_cache(model: nn.Module, given: Any) -> bool:
 
 def _of_config(model: nn.Module) -> bool:
     return bool(getattr(text_config(model), "use_cache", False))
+
+
+def refuse_caches(batch: Any) -> None:
+    """ValueError for a batch that asks for keys and values of all layers, or brings some, where a rank has a few of the
+    layers.
+    """
+    for name, value in batch.items() if isinstance(batch, Mapping) else ():
+        if hasattr(value, "get_seq_length") or (name == "use_cache" and value is True):
+            raise ValueError(
+                f"the batch has {name}={value if value is True else type(value).__name__}, but under pp_size > 1 each "
+                "rank has the keys and values of its own layers alone; leave it out, or use pp_size=1"
+            )

@@ -54,6 +54,16 @@ def parts(config: Any) -> Iterator[Any]:
     yield config
 
 
+def layer_configs(config: Any, layers: int) -> list[Any]:
+    """One for each layer. That of a model whose layers differ refuses to be asked for all of them; where it is about
+    another number of layers, its first one stands for them.
+    """
+    if not getattr(config, "is_heterogeneous", False):  # transformers has it since 5.23
+        return [config] * layers
+    own = list(config.per_layer_config)
+    return own if len(own) == layers else [own[0]] * layers
+
+
 def follows_length(part: Any) -> bool:
     """Whether rotary frequencies of this part depend on the greatest position in a batch."""
     rope = getattr(part, "rope_parameters", None) or {}

@@ -90,14 +90,18 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of `model` on the meta device, in training mode, all floating parameters requiring gradients, no
     activation checkpointing.
     """
-    return _copy(model, lambda tensor: torch.empty_like(tensor, device="meta")).train()
+    copied = _copy(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    copied.train()  # which a model of a script's own may override, and return nothing from
+    return copied
 
 
 def weight_sharing_copy(model: nn.Module) -> nn.Module:
     """A copy whose parameters share the memory of the model's, in evaluation mode; whatever else its forward changes
     is its own.
     """
-    return _copy(model, torch.Tensor.detach).eval()
+    copied = _copy(model, torch.Tensor.detach)
+    copied.train(False)
+    return copied
 
 
 def _copy(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:

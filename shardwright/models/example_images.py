@@ -42,6 +42,13 @@ class PictureMaker:
             frames = size_in(self.vision, "temporal_patch_size") or size_in(self.vision, "patch_temporal") or 1
             grid = torch.tensor([[1, side, side]] * SAMPLES)
             count = SAMPLES * side * side
+            if "image_merge_sizes" in self.arguments:
+                merged = torch.full((SAMPLES,), 2)
+                yield {
+                    "pixel_values": self._noise(count, features),
+                    "image_grid_thw": grid,
+                    "image_merge_sizes": merged,
+                }
             yield {"pixel_values": self._noise(count, frames * features), "image_grid_thw": grid}
             yield {"pixel_values": self._noise(count, channels_of(self.vision), size, size), "image_grid_thw": grid}
             wide = size * self._merged()
@@ -49,6 +56,13 @@ class PictureMaker:
         if "image_grid_hw" in self.arguments:
             grid = torch.tensor([[_GRID, _GRID]] * SAMPLES)
             yield {"pixel_values": self._noise(SAMPLES * _GRID**2, features), "image_grid_hw": grid}
+        if "image_position_ids" in self.arguments:
+            wide = size_in(self.vision, "model_patch_size") or size
+            where = torch.cartesian_prod(torch.arange(_GRID), torch.arange(_GRID)).flip(1)
+            yield {
+                "pixel_values": self._noise(SAMPLES, _GRID**2, channels_of(self.vision) * wide * wide),
+                "image_position_ids": where.expand(SAMPLES, -1, -1).contiguous(),
+            }
         if "target_sizes" in self.arguments:
             row = SAMPLES * _GRID**2 * size
             grid = torch.tensor([[_GRID, _GRID]] * SAMPLES)
@@ -83,12 +97,27 @@ class PictureMaker:
         if "image_sizes" in self.arguments:  # each image's own, before it was brought to one size: some towers take it
             sizes = {"image_sizes": torch.tensor([image_size_of(self.vision)] * SAMPLES)}
             yield from ({**each, **sizes} for each in shown)
+            yield from self._crops()
         if "aspect_ratio_ids" in self.arguments:  # tiles of one image [B, 1, T, C, H, W]
             tiles = size_in(self.vision, "max_num_tiles") or 1
             yield {
                 "pixel_values": made["pixel_values"][:, None, None].expand(-1, -1, tiles, -1, -1, -1).contiguous(),
                 "aspect_ratio_ids": torch.ones(SAMPLES, 1, dtype=torch.long),
                 "aspect_ratio_mask": torch.ones(SAMPLES, 1, tiles, dtype=torch.long),
+            }
+
+    def _crops(self) -> Iterator[Batch]:
+        """[B, 1 + crops, C, H, W]: each image as a whole, then cut into parts of the tower's size; it has the smallest
+        of the sizes that the config lets images have.
+        """
+        known = getattr(self.config, "image_grid_pinpoints", None)
+        if known:
+            height, width = min(map(pair_of, known), key=lambda size: size[0] * size[1])
+            high, wide = image_size_of(self.vision)
+            crops = -(-height // high) * -(-width // wide)
+            yield {
+                "pixel_values": self._noise(SAMPLES, 1 + crops, channels_of(self.vision), high, wide),
+                "image_sizes": torch.tensor([[height, width]] * SAMPLES),
             }
 
     def images(self, zeros: bool = False) -> Batch:

@@ -11,7 +11,7 @@ Sizes: B samples, S tokens, C channels, H x W pixels, F frames.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ _IGNORE = -100
 _IMAGES, _SOUNDS = ("pixel_values", "pixel_values_videos", "flattened_patches"), ("input_features", "input_values")
 _BESIDES_TEXT = ("pixel", "patches", "image", "video", "audio", "visual", "bbox", *_SOUNDS)  # in names of arguments
 _SOUND_PLACEHOLDERS = ("audio_token_id", "audio_token_index")
+_SOUND_TYPE = 3  # of a place, where 1 is that of an image
+_FRAME_MASKS = {"input_features_mask", "feature_attention_mask"}
+_FRAME_LENGTHS = {"chunk_sample_lengths"}
 _SAMPLES_OF_SOUND = 8000  # half a second: two dozen frames of a usual encoder, more than masks and context take
 _FRAMES_OF_SOUND = 32
 _BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim")
@@ -167,6 +170,8 @@ class _Maker(PictureMaker):
         )
         self.text = text_part(self.config)
         self.vision = part_of(self.config, "encoder" if self.head == "VisionEncoderDecoderModel" else "vision_config")
+        if self.vision is self.config:  # T5Gemma 2
+            self.vision = getattr(getattr(self.config, "encoder", None), "vision_config", self.config)
         self.audio = part_of(self.config, "audio_config")
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -199,19 +204,23 @@ class _Maker(PictureMaker):
             yield self.crops_and_sounds()
         pictures = [] if not set(_IMAGES) & self.arguments else [*self.patches(), *self.pictures(), self.videos()]
         sounds = [] if not set(_SOUNDS) & self.arguments else [*self.spectra(), *self.waveforms()]
+        if takes_text:
+            yield from self._seen_and_heard(pictures, sounds)
         for seen in filter(None, pictures):
             if takes_text:
                 places = self._image_places(seen)
                 yield {**seen, **self.words(places)}
                 counted = self._counted(seen) if places else None
                 if counted is not None and set(counted) != {places} and self._place_id(PLACEHOLDERS) is not None:
-                    yield {**seen, **self._worded(counted, PLACEHOLDERS)}
+                    yield {**seen, **self._worded((counted, PLACEHOLDERS))}
                 for other in (places // 4, places // 16, 2 * places):  # a projector may read several patches at once
                     if other:
                         yield {**seen, **self.words(other)}
                 yield {**seen, **self.words()}
             for asked in self.prompts():
                 yield {**seen, **asked}
+            if not takes_text and (decoded := self.decoder_ids()):
+                yield {**seen, **decoded}
         for heard in filter(None, sounds):
             if takes_text:
                 yield from self._spoken(heard)
@@ -251,6 +260,8 @@ class _Maker(PictureMaker):
         extra: Batch = {"bbox": torch.zeros(*ids.shape, 4, dtype=torch.long)} if "bbox" in self.arguments else {}
         for name in sorted({"mm_token_type_ids", "image_embeds_position_mask"} & self.arguments):
             extra[name] = (torch.arange(ids.shape[1]) < places).long().expand(ids.shape).contiguous()
+        if "global_attention_mask" in self.arguments:  # the first token is one that all others see
+            extra["global_attention_mask"] = (torch.arange(ids.shape[1]) == 0).long().expand(ids.shape).contiguous()
         if "image_attention_mask" in self.arguments and "image_pixel_values" not in self.arguments:
             extra["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
         return {"input_ids": ids, **({"attention_mask": mask} if "attention_mask" in self.arguments else {}), **extra}
@@ -259,19 +270,37 @@ class _Maker(PictureMaker):
         """The id that stands for an image or a sound; None where none does."""
         return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
 
-    def _worded(self, counts: list[int], names: tuple[str, ...]) -> Batch:
-        """Texts with as many places in front as each sample has features; an ordinary word where others have more."""
-        places = max(counts)
+    def _worded(self, *front: tuple[list[int], tuple[str, ...]]) -> Batch:
+        """Texts with as many places in front as each sample has features, of images or sounds or of both; an ordinary
+        word where others have more.
+
+        front   features of each sample, names of the id that stands for them
+        """
         texts = self.words()
-        stands = torch.full((SAMPLES, places), self._place_id(names) or 0)
-        is_place = torch.arange(places) < torch.tensor(counts)[:, None]
-        stands[~is_place] = _FIRST_WORD
-        front = {"attention_mask": torch.ones_like(stands), "mm_token_type_ids": is_place.long()}
-        shown = {key: value for key, value in front.items() if key in texts}
-        return {
-            **texts,
-            **{key: torch.cat([new, texts[key]], 1) for key, new in {"input_ids": stands, **shown}.items()},
-        }
+        for counts, names in front:
+            places = max(counts)
+            stands = torch.full((SAMPLES, places), self._place_id(names) or 0)
+            is_place = torch.arange(places) < torch.tensor(counts)[:, None]
+            stands[~is_place] = _FIRST_WORD
+            kind = _SOUND_TYPE if names is _SOUND_PLACEHOLDERS else 1
+            known = {"attention_mask": torch.ones_like(stands), "mm_token_type_ids": kind * is_place.long()}
+            shown = {key: value for key, value in known.items() if key in texts}
+            texts |= {key: torch.cat([new, texts[key]], 1) for key, new in {"input_ids": stands, **shown}.items()}
+        return texts
+
+    def _seen_and_heard(self, pictures: Iterable[Batch], sounds: Iterable[Batch]) -> Iterator[Batch]:
+        """Images and sounds with places for both in the texts, the first of each that the towers take."""
+        if any(self._place_id(names) is None for names in (PLACEHOLDERS, _SOUND_PLACEHOLDERS)):
+            return
+        heard = [{**each, **self.frame_mask(each)} for each in sounds if "input_features" in each]
+        found: list[tuple[Batch, list[int]]] = []
+        for kind in (list(filter(None, pictures)), heard):
+            taken = next(((each, counts) for each in kind if (counts := self._counted(each)) is not None), None)
+            if taken is None:
+                return
+            found.append(taken)
+        (picture, seen), (sound, spoken) = found
+        yield {**picture, **sound, **self._worded((seen, PLACEHOLDERS), (spoken, _SOUND_PLACEHOLDERS))}
 
     def _spoken(self, heard: Batch) -> Iterator[Batch]:
         """Sounds and texts with their places: with a mask of the frames where the forward takes one, then without.
@@ -279,19 +308,24 @@ class _Maker(PictureMaker):
         """
         frames = size_in(self.config, "audio_length_per_tok")
         has_places = any(getattr(self.config, name, None) is not None for name in _SOUND_PLACEHOLDERS)
-        takes_mask = "input_features" in heard and "input_features_mask" in self.arguments
+        takes_mask = "input_features" in heard and bool((_FRAME_MASKS | _FRAME_LENGTHS) & self.arguments)
         for masks in [self.frame_mask(heard), {}] if takes_mask else [{}]:
             if has_places and (counts := self._counted({**heard, **masks})) is not None:
-                yield {**heard, **masks, **self._worded(counts, _SOUND_PLACEHOLDERS)}
+                yield {**heard, **masks, **self._worded((counts, _SOUND_PLACEHOLDERS))}
         if not has_places and frames is not None and "input_features" in heard:
             yield {"input_features": self._noise(SAMPLES, self._bins(), frames * _LENGTH), **self.words()}
 
     def frame_mask(self, heard: Batch) -> Batch:
-        """[B, F]: every frame counts; frames are what spectra have more of than bins."""
+        """That every frame counts: [B, F], or the samples of sound [B] that its frames were made of; frames are what
+        spectra have more of than bins.
+        """
         spectrum = heard["input_features"]
         frames = spectrum.shape[1] if spectrum.shape[2] == self._bins() else spectrum.shape[2]
-        names = {"input_features_mask", "padding_mask"} & self.arguments
-        return {name: torch.ones(SAMPLES, frames, dtype=torch.long) for name in sorted(names)}
+        names = (_FRAME_MASKS | {"padding_mask"}) & self.arguments
+        found = {name: torch.ones(SAMPLES, frames, dtype=torch.long) for name in sorted(names)}
+        for name in _FRAME_LENGTHS & self.arguments:
+            found[name] = torch.full((SAMPLES,), frames * (size_in(self.audio, "hop_length") or 1))
+        return found
 
     def _counted(self, inputs: Batch) -> list[int] | None:
         return feature_counts(self.model, self.placed(inputs), SAMPLES)
@@ -393,11 +427,14 @@ class _Maker(PictureMaker):
             yield {"labels": per_sample}
             if classes == 1:
                 yield {"labels": per_sample.float()}
+        if self.head.endswith("ForQuestionAnswering"):  # answers out of a list, by how well they fit; or in words
+            yield {"labels": torch.arange(SAMPLES * classes).view(SAMPLES, classes) % 3 / 2.0}
+            yield {"labels": targets.clamp(min=_FIRST_WORD)}
         if getattr(self.config, "is_encoder_decoder", False) or (
             "input_features" in inputs and "Classification" not in self.head
         ):
             yield {"labels": targets}
-        if per_token:
+        if per_token and "ImageClassification" not in self.head:
             yield per_token
         elif text is None:
             yield {"labels": targets.clamp(min=0)}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 _METHODS = ("get_audio_features", "get_image_features")
+_LENGTHS = "_get_feat_extract_output_lengths"
 
 
 def feature_counts(model: nn.Module, inputs: Mapping[str, Any], samples: int) -> list[int] | None:
@@ -19,8 +20,26 @@ def feature_counts(model: nn.Module, inputs: Mapping[str, Any], samples: int) ->
     main = next(iter(inputs))
     name = _METHODS["pixel" in main]
     method: Any = next((getattr(module, name) for module in model.modules() if hasattr(module, name)), None)
-    if method is None or next(model.parameters()).device.type == "meta":
+    if next(model.parameters()).device.type == "meta":
         return None
+    found = None if method is None else _features(model, method, inputs, samples)
+    return found if found is not None or "pixel" in main else _frames_left(model, inputs)
+
+
+def _frames_left(model: nn.Module, inputs: Mapping[str, Any]) -> list[int] | None:
+    """What an encoder of sounds says that it leaves of as many frames as the mask of every sample has."""
+    method: Any = next((getattr(module, _LENGTHS) for module in model.modules() if hasattr(module, _LENGTHS)), None)
+    mask = next((value for key, value in inputs.items() if "mask" in key), None)
+    if method is None or mask is None:
+        return None
+    try:
+        left = method(mask.sum(-1))
+    except Exception:  # of the model's own code
+        return None
+    return (left[-1] if isinstance(left, tuple) else left).tolist()  # type: ignore[no-any-return]
+
+
+def _features(model: nn.Module, method: Any, inputs: Mapping[str, Any], samples: int) -> list[int] | None:
     parameters = inspect.signature(method).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     found = []

@@ -249,9 +249,13 @@ def _columns_at(logits: Tensor, mark: Mark, items: tuple[Any, ...]) -> Tensor:
     mine = owned.expand(*x.shape[:-1], shard.size)[items]  # raises for ids that there are not
     place = vocabulary_item(items, x.ndim)
     assert place is not None
-    ids = torch.as_tensor(items[place], device=x.device)
-    local = (ids % shard.size - shard.start).clamp(0, shard.local - 1)
-    found = x[(*items[:place], int(local) if isinstance(items[place], int) else local, *items[place + 1 :])]
+    wanted = items[place]
+    local: int | Tensor
+    if isinstance(wanted, int):
+        local = min(max(wanted % shard.size - shard.start, 0), shard.local - 1)
+    else:
+        local = (torch.as_tensor(wanted, device=x.device) % shard.size - shard.start).clamp(0, shard.local - 1)
+    found = x[(*items[:place], local, *items[place + 1 :])]
     return vocab_reads.summed(found.masked_fill(~mine, 0), shard)
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..ops.keeping import Region, Selection
 from ..utils.carried import carried
+from ..utils.errors import counted
 from .saved_bytes import note_checkpointed
 
 
@@ -162,18 +163,18 @@ def _given(
         for stage in range(len(layers)) if whole else held:
             if numbers[stage] > layers[stage]:
                 works = f"at most {list(layers)} work" if whole else f"at most {layers[stage]} works there"
-                there = f"stage {stage} has {layers[stage]} layers{besides}"
+                there = f"stage {stage} has {counted(layers[stage], 'layer')}{besides}"
                 raise ValueError(f"{name}={numbers}: {there}, so {numbers[stage]} of them cannot be {what}; {works}")
         return {stage: numbers[stage] for stage in held}
     if len(numbers) != num_ranks:
         raise ValueError(
-            f"{name}={numbers} has {len(numbers)} entries; there are {len(layers)} stages on {num_ranks} ranks, "
-            f"so {len(layers)} or {num_ranks} entries work"
+            f"{name}={numbers} has {counted(len(numbers), 'entry', 'entries')}; there are {len(layers)} stages on "
+            f"{num_ranks} ranks, so {len(layers)} or {num_ranks} entries work"
         )
     available = sum(layers[stage] for stage in held)
     if numbers[rank] > available:
         raise ValueError(
-            f"{name}={numbers}: rank {rank} has {available} layers{besides}, so {numbers[rank]} of them "
+            f"{name}={numbers}: rank {rank} has {counted(available, 'layer')}{besides}, so {numbers[rank]} of them "
             f"cannot be {what}"
         )
     chosen, left = {}, numbers[rank]

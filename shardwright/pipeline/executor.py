@@ -25,9 +25,11 @@ from ..comm.payload import Header
 from ..comm.shape_rules import MessageKey, ShapeRule, split_sizes
 from ..interface import OptimizerWrapper
 from ..kernels.lazy_logits import loss_wanted
+from ..models.caches import refuse_caches
 from ..ops.vocab_mode import detached
 from ..ops.vocab_shard import VocabShard
 from ..utils.labels import label
+from ..utils.objects import map_within, without_caches
 from ..utils.tensors import map_tensors
 from ..utils.transfer import is_on_host, needs_transfer, to_device
 from .batch.images import check_images
@@ -244,6 +246,9 @@ class PipelineExecutor:
         if self.runtime is not None:
             for microbatch in microbatches:
                 check_images(microbatch, self.cut.staged.towers)
+                refuse_caches(microbatch)
+            if self.cut.stage_check is not None:
+                self.cut.stage_check.check(microbatches, self.cut.staged.model.training)
         router_loss = self._router_loss.of_step(microbatches, self.cut.staged.routers, is_cut=self.runtime is not None)
         if self._same_batch is not None:
             description = tuple(describe(items_of(microbatch)) for microbatch in microbatches)
@@ -398,7 +403,9 @@ class PipelineExecutor:
                 check_grad(part)
             part = part if self.grad_factor == 1.0 else part * self.grad_factor
         if step.want_outputs:
-            step.outputs[index] = map_tensors(detached, output)
+            # A rank has the keys and values of its own layers alone.
+            shown = output if self.runtime is None else without_caches(output)
+            step.outputs[index] = map_within(detached, shown)
         return part
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..utils.errors import counted
 from .checkpointing import PipelineGradientCheckpointConfig
 from .schedules import get_placement
 
@@ -118,7 +119,7 @@ class PipelineSettings:
         stages = get_placement(self.pp_style, pp_size, self.num_model_chunks).num_stages
         if len(shares) != stages:
             raise ValueError(
-                f"{said} has {len(shares)} entries for {stages} stages (pp_size={pp_size} x "
+                f"{said} has {counted(len(shares), 'entry', 'entries')} for {stages} stages (pp_size={pp_size} x "
                 f"num_model_chunks={self.num_model_chunks}); give one per stage, or one number for all"
             )
 

@@ -464,7 +464,7 @@ class StagedModel:
                 assert self._towers is not None
                 known = self._towers.knows(index, run.received)
                 output = run.output_before(index) if known else self._towers.unchanged(index, args, kwargs)
-                self._towers.collect(index, module, args, output)
+                self._towers.collect(module, args, output)
                 return output
             is_here = index >= run.low  # or the end of the layers, before a stage of the tail alone
             if is_here or not is_gate:

@@ -10,7 +10,7 @@ import torch
 from ..cluster.same_batch import describe
 from ..interface import OptimizerWrapper
 from ..ops.vocab_mode import as_scripts_see
-from ..utils.tensors import map_tensors
+from ..utils.objects import map_within, parts_of, with_parts
 from .batch.microbatch import batch_size, items_of, merge_outputs
 from .batch.step_inputs import StepInputs
 from .loss.weight import GlobalLoss
@@ -64,4 +64,6 @@ class Step:
         merged = merge_outputs([self.outputs[index] for index in range(len(sizes))], sizes, self.loss.summed_entries)
         if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):
             merged["loss"] = loss
-        return map_tensors(as_scripts_see, merged)
+        elif loss is not None and isinstance((parts_of(merged) or {}).get("loss"), torch.Tensor):
+            merged = with_parts(merged, {"loss": loss})
+        return map_within(as_scripts_see, merged)

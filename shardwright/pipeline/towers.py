@@ -59,13 +59,13 @@ class Towers:
         absent = template.build([absent_like(given)] * template.num_tensors, [0] * template.num_numbers)
         return template.apart(absent)
 
-    def collect(self, unit: int, module: nn.Module, args: Sequence[Any], output: Any) -> None:
-        """What a tower's layer returned on another stage goes where transformers collects hidden states: LLaVA reads
-        them there. Those of the last list would be the user's, and they are not all here.
+    @staticmethod
+    def collect(module: nn.Module, args: Sequence[Any], output: Any) -> None:
+        """What a layer returned on another stage goes where transformers collects hidden states: LLaVA reads those of
+        its tower there, and scripts ask for all of them.
         """
-        if self._lists[unit] != self._lists[-1]:
-            for hook in collecting_hooks(module):
-                hook(module, args, output)
+        for hook in collecting_hooks(module):
+            hook(module, args, output)
 
     def are_read(self, units: range) -> bool:
         """Whether a stage of these units has layers of a list other than the last one, or reads what they return."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins.hybrid.resolved import size, table
+from ..utils.errors import counted
 from .devices import device_of
 from .estimate import Estimate
 from .machines import Machine
@@ -134,7 +135,7 @@ def as_text(found: Found, question: Question) -> str:
     lines = [
         f"{question.world_size} x {device.name} ({device.memory / 2**30:g} GiB, {device.per_node} in a node, "
         f"{device.inside / 1e9:g} GB/s inside, {device.between / 1e9:g} GB/s between), {question.global_batch} "
-        f"samples of {question.length} tokens a step, {question.precision}: {found.tried} layouts tried",
+        f"samples of {question.length} tokens a step, {question.precision}: {counted(found.tried, 'layout')} tried",
         "",
         f"best: {describe(best.layout)}",
         f"  {best.seconds:.3g} s a step, {tokens(best, question):,.0f} tokens/s, {best.mfu:.1%} of the peak (MFU); "

@@ -18,6 +18,7 @@ from torch import nn
 from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS, first_int, hidden_size
 from ..models.layer_chain import find_units
 from ..utils.device import planning_for
+from ..utils.errors import counted
 from .batches import batch_of
 from .estimate import Estimate, Estimator, Layout, Task
 from .machines import Machine
@@ -181,11 +182,12 @@ class Search:
 
     def _nothing(self, least: Estimate | None) -> str:
         question = self._question
-        where = f"{question.world_size} devices of {question.machine.memory / 2**30:g} GiB"
+        where = f"{counted(question.world_size, 'device')} of {question.machine.memory / 2**30:g} GiB"
         if least is None:
             return (
-                f"no layout divides the model ({self._layers} layers) and a global batch of {question.global_batch} "
-                f"samples over {where}; a global batch that is a multiple of {question.world_size} would"
+                f"no layout divides the model ({counted(self._layers, 'layer')}) and a global batch of "
+                f"{question.global_batch} samples over {where}; a global batch that is a multiple of "
+                f"{question.world_size} would"
             )
         return (
             f"nothing fits on {where}: the layout that takes least needs {least.memory / 2**30:.1f} GiB of the "
@@ -302,7 +304,7 @@ def describe(layout: Layout) -> str:
     sp = f" x sp {layout.sp}" if layout.sp > 1 else ""
     return (
         f"tp {layout.tp} x pp {layout.pp}{sp} x dp {layout.dp}, ZeRO-{layout.zero}, {schedule_of(layout)}, "
-        f"{layout.count} microbatches of {layout.samples}, recomputes {recomputed(layout)}"
+        f"{counted(layout.count, 'microbatch', 'microbatches')} of {layout.samples}, recomputes {recomputed(layout)}"
     )
 
 

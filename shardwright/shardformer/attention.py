@@ -15,6 +15,7 @@ import torch.nn as nn
 
 from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS
 from ..spec import PADDING, ParamSpec
+from ..utils.tensors import numbers_for
 from .heads import HEADS_PER_KEY, HeadGeometry
 from .layer.parallel_module import ParallelModule, native_class, own_forward
 from .styles import Site, Style
@@ -113,7 +114,7 @@ class LocalHeadIndex:
         first, count = self.heads[0], len(self.heads)
         if self.heads == tuple(range(first, first + count)):
             return x.narrow(dim, first, count)
-        return x.index_select(dim, torch.tensor(self.heads, device=x.device))
+        return x.index_select(dim, numbers_for(x, self.heads))
 
 
 def by_head(x: torch.Tensor, index: LocalHeadIndex) -> torch.Tensor:

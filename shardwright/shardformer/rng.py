@@ -213,6 +213,8 @@ def without_dropout(model: nn.Module) -> nn.Module:
     configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
     owners = [*model.modules(), *(each for config in configs.values() for each in parts(config))]
     for owner in owners:
+        if not hasattr(owner, "__dict__"):  # what a module calls its config may be anything
+            continue
         for name, value in list(vars(owner).items()):
             drops = "drop" in name.lower() or (name == "p" and "drop" in type(owner).__name__.lower())
             if drops and isinstance(value, (int, float)) and not isinstance(value, bool):

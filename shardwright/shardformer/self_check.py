@@ -17,6 +17,7 @@ from ..models.dry_run import call_model, meta_copy, without_data
 from ..models.example_inputs import has_loss, loss_of, training_batches
 from ..ops.shared_grads import sync_shared_gradients
 from ..spec import get_spec
+from ..utils.errors import said_in_model
 from ..utils.tensors import map_tensors
 from .layer.parallel_module import ParallelGroup
 from .model import gathered_logits
@@ -190,8 +191,7 @@ class SelfCheck:
         return [name for name, value in zip(names, error[1:].tolist(), strict=True) if value > TOLERANCE]
 
     def _note(self, failure: BaseException | None) -> None:
-        said = next(iter(str(failure).splitlines()), "").partition("; use ")[0]
-        self.reason = f"{type(failure).__name__}: {said}"
+        self.reason = said_in_model(failure)
 
     def _agree(self, model: nn.Module | None) -> bool:
         """Whether all ranks call as many collectives, up to the end of the forward or a failure; None has failed
@@ -226,7 +226,8 @@ class SelfCheck:
 
     def _compare(self, model: nn.Module, error: torch.Tensor) -> None:
         index = {name: position for position, name in enumerate(self._gradients)}
-        largest = max(float(gradient.abs().max()) for gradient in self._gradients.values() if gradient is not None)
+        gradients = [each for each in self._gradients.values() if each is not None and each.numel()]
+        largest = max(float(gradient.abs().max()) for gradient in gradients)
         for name, param in model.named_parameters():
             expected, spec = self._gradients[name], get_spec(param)
             if expected is None or not param.numel():

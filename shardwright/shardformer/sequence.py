@@ -194,6 +194,7 @@ class _Walk:
     ) -> None:
         self._model, self._plan, self._way = model, plan, way
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._visited: set[str] = set()
         self._regions = {
             region.name: region
             for region in regions
@@ -240,6 +241,8 @@ class _Walk:
                 self._gather(name, region)
         elif region is not None and region.closes and inner and not any(self._regions[other].closes for other in inner):
             self._compute_whole(name)  # a mixer whose parts open by themselves: it views what they return as whole
+        elif region is not None and region.closes and not region.opens and inner and self._gathered_columns(name):
+            self._compute_whole(name)  # a row linear between a gathered column and parts that close by themselves
         elif self._way.trusting and region is not None and region.closes and not region.opens and not inner:
             self._compute_whole(name)  # whose row linears are given whole features
         elif self._way.careful and region is None and inner and self._gathers_alone(name, inner):
@@ -261,8 +264,11 @@ class _Walk:
         edges = {} if region is None else {id(edge): edge for edge in (*region.opens, *region.closes)}
         for local, param in module.named_parameters(recurse=False):
             self._note(f"{name}.{local}", param)
-        for local, child in module.named_children():
-            below = f"{name}.{local}"
+        for child in module.children():
+            below = self._names[id(child)]  # the same wherever it is, and once: layers may share a block (Zamba 2)
+            if below in self._visited:
+                continue
+            self._visited.add(below)
             own = [edge for edge in edges.values() if is_within(self._names[id(edge)], below)]
             if not own:
                 self._visit(below, child)

@@ -27,6 +27,7 @@ from torch import nn
 
 from ..interface.model import ModelWrapper
 from ..spec import ParamSpec, get_spec
+from ..utils.errors import counted
 from .compare_report import Difference, MismatchError, Report
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -104,7 +105,7 @@ def check_complete(reference: nn.Module, held: Iterable[Iterable[str]]) -> None:
     """
     missing = sorted(set(_named_parameters(reference)) - {name for names in held for name in names})
     if missing:
-        raise MismatchError(f"{len(missing)} parameters are held by no rank: {', '.join(missing)}")
+        raise MismatchError(f"no rank holds {counted(len(missing), 'parameter')}: {', '.join(missing)}")
 
 
 # --- which parameters ---

@@ -19,6 +19,7 @@ from ..booster import Booster
 from ..optim import HybridAdam
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins import HybridParallelPlugin
+from ..utils.errors import counted
 from . import layout as layouts
 from . import trackers
 from .datasets import Collate, Evened, EvenedSampler, Packed, Samples, SampleStream, Windows, placed
@@ -263,7 +264,8 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         on_save_error=recipe.on_save_error,
     )
     trainer.measured = held_out
-    return trainer, {"model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
+    named = {} if recipe.run_name is None else {"run": recipe.run_name}
+    return trainer, {**named, "model": name, "parameters": parameters, "layout": _describe(plugin, recipe)}
 
 
 def _trainer_of(recipe: Recipe) -> type[Trainer]:
@@ -313,8 +315,9 @@ def check_length(parts: Parts, needed: int) -> None:
     found = sum(1 for _ in itertools.islice(dataset, needed))
     if found < needed:
         raise RecipeError(
-            f"data is a stream of {found} sequences, and a step of all ranks takes {needed}; give more data, or a "
-            "smaller per_device_train_batch_size or gradient_accumulation_steps, or leave streaming out"
+            f"data is a stream of {counted(found, 'sequence')}, and a step of all ranks takes {needed}; give more "
+            "data, or "
+            "a smaller per_device_train_batch_size or gradient_accumulation_steps, or leave streaming out"
         )
 
 
@@ -333,4 +336,4 @@ def _gpu_memory() -> int | None:
 
 def _describe(plugin: HybridParallelPlugin, recipe: Recipe) -> str:
     samples = layouts.samples_of_a_step(recipe) * plugin.data_parallel[0]
-    return f"{dist.get_world_size()} ranks: {plugin.mesh}, {samples} samples a step"
+    return f"{counted(dist.get_world_size(), 'rank')}: {plugin.mesh}, {counted(samples, 'sample')} a step"

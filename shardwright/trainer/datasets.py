@@ -14,10 +14,11 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_w
 from ..plugins.data.dealing import DataParallelSampler
 from .errors import RecipeError, RowError
 from .heads import Features, HeadEncoder
+from .lines import Row, Rows
 from .packing import TokenStore, fill, join
 from .questions import Questions, windows_of
 from .samples import IGNORED, Encoder, Sample
-from .sources import Row, Rows, place_of
+from .sources import place_of
 
 Item = dict[str, torch.Tensor]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..utils.errors import nearest
+from ..utils.errors import counted, nearest
 from .errors import RecipeError
 from .samples import IGNORED
 from .spans import places
@@ -137,7 +137,9 @@ class TaggedWords(HeadEncoder):
         if not _are_texts(words):
             raise RecipeError(f"a row's words are {words!r:.60}; a list of texts is needed")
         if not isinstance(tags, Sequence) or isinstance(tags, str) or len(tags) != len(words):
-            raise RecipeError(f"a row has {len(words)} words and the tags {tags!r:.60}; a tag for each word is needed")
+            raise RecipeError(
+                f"a row has {counted(len(words), 'word')} and the tags {tags!r:.60}; a tag for each word is needed"
+            )
         text = " ".join(words)
         found = self.encode(text, return_offsets_mapping=True, return_special_tokens_mask=True)
         starts = np.cumsum([0, *(len(word) + 1 for word in words)])

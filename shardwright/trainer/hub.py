@@ -5,17 +5,21 @@ huggingface_hub decides where it is imported whether it works offline, so it is 
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..utils.errors import nearest
 from .recipe import Recipe
 
 _WAIT = 5.0  # seconds for an answer to the first question; huggingface_hub would ask six times for every file
+_MOST_NAMES = 300  # that are looked at for one like a name that is wrong
 
 
 def endpoint() -> str:
@@ -72,6 +76,8 @@ def why_not(error: BaseException, name: str, kind: str = "") -> str | None:
         RepositoryNotFoundError,
     )
 
+    if Path(name).is_dir():
+        return None  # what is wrong is in it
     found = list(_chain(error))
     if any(isinstance(one, GatedRepoError) for one in found):
         return (
@@ -83,17 +89,63 @@ def why_not(error: BaseException, name: str, kind: str = "") -> str | None:
     offline = (LocalEntryNotFoundError, OfflineModeIsEnabled)
     if any(isinstance(one, offline) for one in found) or (is_offline() and _is_connection(found)):
         asked = "is not asked (HF_HUB_OFFLINE)" if is_offline() else "cannot be reached"
-        return f"there is no such directory, {endpoint()} {asked}, and {constants.HF_HOME} has not all of it"
+        near = _nearest_name(name, cached_names(kind))
+        return f"there is no such directory, {endpoint()} {asked}, and {constants.HF_HOME} has not all of it{near}"
     # of datasets, which is not imported for it
     if any(isinstance(one, RepositoryNotFoundError) or type(one).__name__ == "DatasetNotFoundError" for one in found):
         hint = _nearest_directory(name)
+        near = _nearest_on_hub(name, kind)
         return (
-            f"there is no such directory{hint}, and {endpoint()} has no {kind}{name} for you; a private one needs "
-            "`hf auth login` or HF_TOKEN"
+            f"there is no such directory{hint}, and {endpoint()} has no {kind}{name} for you{near}; a private one "
+            "needs `hf auth login` or HF_TOKEN"
         )
     if _is_connection(found) and not any(isinstance(one, EntryNotFoundError) for one in found):
         return f"there is no such directory, and {endpoint()} cannot be reached; try again, or name a directory"
     return None
+
+
+def cached_names(kind: str = "") -> list[str]:
+    """Names of the hub of which something was fetched before."""
+    from huggingface_hub import constants
+
+    prefix = f"{kind.strip('/') or 'models'}--"
+    try:
+        found = [one.name for one in Path(constants.HF_HUB_CACHE).iterdir()]
+    except OSError:
+        return []
+    return [one.removeprefix(prefix).replace("--", "/") for one in found if one.startswith(prefix)]
+
+
+def _nearest_on_hub(name: str, kind: str) -> str:
+    """` - did you mean 'x'?`, of the names of the same owner, or of those that the hub finds like it."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint())
+    ask = api.list_datasets if kind else api.list_models
+    owner, _, last = name.rpartition("/")
+    stem = re.split(r"[-_.]", last)[0]
+    known = cached_names(kind)
+    for question in ({"author": owner, "search": stem}, {"author": owner}) if owner else ():
+        known += _asked(ask, question)
+    near = _nearest_name(name, known)
+    return near or _nearest_name(name, _asked(ask, {"search": last}))
+
+
+def _asked(ask: Callable[..., Iterable[Any]], question: dict[str, str]) -> list[str]:
+    try:
+        return [one.id for one in ask(**question, sort="downloads", limit=_MOST_NAMES)]
+    except Exception:  # of many kinds; without an answer there is no hint
+        return []
+
+
+def _nearest_name(name: str, known: Iterable[str]) -> str:
+    """Of names with the same owner that whose last part is nearest, else the nearest whole name."""
+    owner, _, last = name.lower().rpartition("/")
+    whole = {one.lower(): one for one in known if one.lower() != name.lower()}
+    beside = {one.rpartition("/")[2]: one for one in whole if one.rpartition("/")[0] == owner}
+    found = [beside[one] for one in difflib.get_close_matches(last, beside, 1, 0.6)]
+    found = found or difflib.get_close_matches(name.lower(), whole, 1, 0.8)
+    return f" - did you mean {whole[found[0]]!r}?" if found else ""
 
 
 def _is_connection(found: list[BaseException]) -> bool:

@@ -11,12 +11,13 @@ import huggingface_hub
 import torch
 import transformers
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
 
 from ..booster import Booster
 from ..files.errors import CheckpointError
 from ..lazy import LazyInitContext
 from ..lazy.notes import notes_of
-from ..utils.errors import nearest
+from ..utils.errors import divisors, nearest
 from .errors import RecipeError
 from .hub import why_not
 from .recipe import Recipe
@@ -27,6 +28,11 @@ _OLD_KEYS = (
     *("rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "experts_implementation", "auto_map"),
     "decoder_start_token_id",
 )
+# of configs, of which nothing works that is less than 1
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "d_model", "d_ff", "num_layers"),
+)
 
 
 def load_config(recipe: Recipe) -> Any:
@@ -34,6 +40,7 @@ def load_config(recipe: Recipe) -> Any:
     if isinstance(recipe.model, dict):
         given = dict(recipe.model["config"])
         kind = given.pop("model_type", None)
+        _check_sizes(given)
         if kind is None:
             raise RecipeError("model.config has no model_type; give one, such as model_type: llama")
         try:
@@ -41,6 +48,7 @@ def load_config(recipe: Recipe) -> Any:
         except Exception as error:  # transformers validates in many ways
             raise RecipeError(f"model.config is none that transformers takes: {first_line(error)}") from error
         _check_config_keys(config, given)
+        _check_heads(config)
         return config
     try:
         return AutoConfig.from_pretrained(recipe.model)
@@ -107,6 +115,25 @@ def _check_config_keys(config: Any, given: Mapping[str, Any]) -> None:
             )
 
 
+def _check_sizes(given: Mapping[str, Any]) -> None:
+    """transformers takes sizes of which nothing can be built, and divides by some of them."""
+    for name in _SIZES:
+        value = given.get(name, 1)
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise RecipeError(f"model.config.{name}={value} is too small: at least 1")
+
+
+def _check_heads(config: Any) -> None:
+    """That every group of query heads has as many; transformers finds out in the first step."""
+    text = config.get_text_config()
+    heads, groups = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+        raise RecipeError(
+            f"model.config.num_key_value_heads={groups} does not divide num_attention_heads={heads}; give one of "
+            f"{', '.join(map(str, divisors(heads)))}"
+        )
+
+
 def local_directory(name: str) -> str:
     """Where the files of a model are; those of a name on the hub are fetched once, and ranks read their slices."""
     if Path(name).is_dir():
@@ -141,6 +168,13 @@ def build_model(recipe: Recipe, config: Any) -> Any:
         return _built(recipe, made)
     except RecipeError:
         raise
+    except KeyError as error:  # of a table of names that transformers has, such as that of activations
+        name = next((key for key, value in vars(config).items() if value == error.args[0]), None)
+        if name is None:
+            raise
+        raise RecipeError(
+            f"model.config.{name}={error.args[0]!r} is nothing that transformers knows{nearest(error.args[0], ACT2FN)}"
+        ) from error
     except (ValueError, OSError, CheckpointError) as error:
         what = f"model={recipe.model!r}" if isinstance(recipe.model, str) else "model.config"
         raise RecipeError(f"{what} cannot be built: {first_line(error)}") from error
@@ -181,4 +215,8 @@ def _with_adapters(recipe: Recipe, model: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip().split("\n") or [""])[0] or type(error).__name__
+    """What an error of another package says, as far as its first sentence: a line that ends in a colon goes on."""
+    said, *rest = [line.strip() for line in str(error).split("\n") if line.strip()] or [type(error).__name__]
+    while said.endswith(":") and rest:
+        said += f" {rest.pop(0)}"
+    return said

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..utils.errors import counted
 from .errors import RecipeError
 from .heads import Features, HeadEncoder, HeadTrainer, _text
 from .samples import IGNORED
@@ -54,8 +55,9 @@ class Questions(HeadEncoder):
         room = self.max_length - max(len(asked), len(pair))
         if room <= self.stride:
             raise RecipeError(
-                f"a question of {len(asked)} tokens leaves {max(room, 0)} of max_length={self.max_length} to its "
-                f"context, and windows share stride={self.stride}; give a larger max_length or a smaller stride"
+                f"a question of {counted(len(asked), 'token')} leaves {max(room, 0)} of max_length={self.max_length} "
+                "to "
+                f"its context, and windows share stride={self.stride}; give a larger max_length or a smaller stride"
             )
         if len(pair) == len(asked) and not self.types:
             raise RecipeError(

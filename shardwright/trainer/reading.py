@@ -6,6 +6,7 @@ Where each value came from is kept.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -19,10 +20,13 @@ from typing import Any
 import yaml
 
 from ..utils.errors import nearest
+from .elsewhere import instead_of
 from .errors import RecipeError
-from .recipe import ALIASES, ELSEWHERE, Data, Key, Recipe, Source
+from .idle import check_idle, check_source
+from .recipe import ALIASES, Data, Key, Lora, Recipe, Source
 from .tasks import check_task
 
+_OPTIONS = ("--nproc", "--profile", "--print-config", "--schema", "--check", "--help")  # of shardwright train
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -161,6 +165,8 @@ def _note(given: Mapping[str, Any], where: str, origins: dict[str, str], prefix:
 def _apply(override: str, merged: dict[str, Any], origins: dict[str, str]) -> None:
     key, equals, text = override.partition("=")
     key = key.removeprefix("--")
+    if not equals and override.startswith("-"):
+        raise RecipeError(f"{override}: there is no such option{nearest(override, _OPTIONS)}")
     if not equals or not key:
         raise RecipeError(
             f"{override!r}: what follows the recipe is key=value, such as max_steps=10 or data.path=a.jsonl"
@@ -191,14 +197,26 @@ def _build(kind: type, given: Mapping[str, Any], prefix: str) -> Any:
     for key in given:
         if key not in fields:
             known = [*fields, *(ALIASES if not prefix else ())]
-            instead = ELSEWHERE.get(key) if not prefix else None
+            instead = None if prefix else instead_of(key, given) or _inside(key)
             if instead:
                 raise RecipeError(f"{key} is no key of a recipe; {instead}")
             where = f"the keys of {prefix[:-1]}" if prefix else "its keys"
-            near = nearest(key, known) or ""
-            raise RecipeError(f"{prefix}{key} is no key of a recipe{near}; {where} are {', '.join(sorted(fields))}")
+            near = nearest(key, known) or f"; {where} are {', '.join(sorted(fields))}"
+            raise RecipeError(f"{prefix}{key} is no key of a recipe{near}")
     values = {key: _convert(value, *fields[key], f"{prefix}{key}") for key, value in given.items()}
     return kind(**values)
+
+
+def _inside(key: object) -> str | None:
+    """Where a key belongs that was written at the top of a recipe."""
+    for outer, kind in (("data", Data), ("lora", Lora)):
+        if key in keys_of(kind):
+            return f"it is one of {outer}: say {outer}: {{{key}: ...}}"
+    from ..plugins import HybridParallelPlugin  # needs torch, which reading a recipe does not wait for
+
+    if key in inspect.signature(HybridParallelPlugin).parameters:
+        return f"it is one of layout: say layout: {{{key}: ...}}"
+    return None
 
 
 def _convert(value: Any, hint: Any, its: Key, key: str) -> Any:
@@ -210,7 +228,10 @@ def _convert(value: Any, hint: Any, its: Key, key: str) -> Any:
     if found is _UNFIT:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and "text" in _wanted(hint)
         quoted = f"; in quotes it is text: {key}='\"{value}\"'" if is_number else ""
-        raise RecipeError(f"{key}={value!r}: {_wanted(hint)} is needed - {its.doc}{quoted}")
+        path = ", such as {path: FILE}" if key in ("data", "eval_data") else ""
+        raise RecipeError(f"{key}={value!r}: {_wanted(hint)} is needed{path} - {its.doc}{quoted}")
+    if found == "" and key != "model":  # of which _check_together says more
+        raise RecipeError(f"{key} is empty text; give one, or leave {key} out - {its.doc}")
     if choices and found not in choices:
         raise RecipeError(f"{key}={found!r} is not one of {', '.join(choices)}{nearest(found, choices)}")
     if least is not None and isinstance(found, (int, float)) and not isinstance(found, bool) and not found >= least:
@@ -281,6 +302,8 @@ def _wanted(hint: Any) -> str:
         return " or ".join(_wanted(each) for each in typing.get_args(hint) if each is not type(None))
     if dataclasses.is_dataclass(hint):
         return "a mapping of keys"
+    if typing.get_origin(hint) is list:
+        return f"a list, of which each is {_wanted(typing.get_args(hint)[0])}"
     return _WORDS[typing.get_origin(hint) or hint]
 
 
@@ -328,6 +351,7 @@ def _check_together(recipe: Recipe) -> None:
     if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs == 0):
         raise RecipeError("nothing would be trained: give max_steps or num_train_epochs above 0")
     _check_streams(recipe, recipe.data)
+    check_idle(recipe)
 
 
 def _check_rollbacks(recipe: Recipe) -> None:
@@ -378,7 +402,7 @@ def _check_data(key: str, data: Any) -> None:
     if data.mix is not None and (data.path is not None or data.dataset is not None):
         raise RecipeError(f"{key} has both mix and a source of its own; put that source into mix")
     if data.mix is not None:
-        own = {name for name in vars(data) if name not in ("mix", "max_length", "packing")}
+        own = {name for name in vars(data) if name not in ("mix", "max_length", "stride", "packing")}
         for name in sorted(own):
             if getattr(data, name) != getattr(type(data)(), name):
                 raise RecipeError(f"{key}.{name} beside mix would have no effect; give it to the sources in {key}.mix")
@@ -394,9 +418,10 @@ def _check_data(key: str, data: Any) -> None:
             )
         for one in source.path if isinstance(source.path, list) else [source.path]:
             if one == "":
-                raise RecipeError(f"{name}.path is empty text; give a file, a pattern or a directory")
+                raise RecipeError(f"{name}.path has an empty text; give files, patterns or directories")
         if source.path == []:
             raise RecipeError(f"{name}.path is an empty list; give at least one file")
+        check_source(name, source)
         kinds = [one for one in ("text", "messages", "prompt", "words") if getattr(source, one) is not None]
         if len(kinds) > 1:
             raise RecipeError(f"{name} has {' and '.join(kinds)}; a sample is made of one of them")

@@ -31,7 +31,7 @@ class Source:
 
     path: Annotated[
         str | list[str] | None,
-        Key("files (.jsonl, .json, .txt, .parquet, .csv), patterns such as data/*.jsonl, or a directory of them"),
+        Key("files (.jsonl, .json, .txt, or these as .gz; .parquet, .csv), patterns (data/*.jsonl), or a directory"),
     ] = None
     dataset: Annotated[str | None, Key("name of a dataset on the hub, or a directory that `datasets` saved")] = None
     name: Annotated[str | None, Key("configuration of the dataset")] = None
@@ -179,7 +179,7 @@ class Recipe:
         int, Key("steps that torch's profiler records, behind the first ones; traces come to profile/", least=0)
     ] = 0
     report_to: Annotated[str | list[str], Key("trackers: tensorboard, wandb, trackio, mlflow")] = "none"
-    run_name: Annotated[str | None, Key("what trackers call the run; left out: output_dir")] = None
+    run_name: Annotated[str | None, Key("what trackers and reports call the run; left out: output_dir")] = None
     eval_strategy: Annotated[str, Key("when the model is tried on eval_data", choices=("no", "steps", "epoch"))] = "no"
     eval_steps: Annotated[int | None, Key("steps between evaluations; left out: logging_steps", least=1)] = None
     early_stopping_patience: Annotated[
@@ -222,20 +222,4 @@ ALIASES = {
     "nproc_per_node": "nproc",
     "num_epochs": "num_train_epochs",
     "train_data": "data",
-}
-# Keys that people know and that have no counterpart, with what to do instead.
-ELSEWHERE = {
-    "deepspeed": "say layout: {zero_stage: 1, 2 or 3}; `shardwright config ds_config.json` translates the file",
-    "fsdp": "say layout: {zero_stage: 3}",
-    "fsdp_config": "say layout: {zero_stage: 3}; `shardwright config` translates a file",
-    "parallelism_config": "say layout: {tp_size: ..., pp_size: ..., sp_size: ..., zero_stage: ...}",
-    "torch_compile": "say layout: {enable_jit_fused: true}",
-    "tf32": "call torch.set_float32_matmul_precision in a script of your own, or train with bf16: true",
-    "push_to_hub": "push output_dir/model with huggingface_hub when it is trained",
-    "dataset_name": "say data: {dataset: NAME, split: train, text: COLUMN}",
-    "dataset_text_field": "say data: {text: COLUMN}",
-    "max_length": "say data: {max_length: N}",
-    "max_seq_length": "say data: {max_length: N}",
-    "packing": "say data: {packing: true}",
-    "train_batch_size": "say per_device_train_batch_size",
 }

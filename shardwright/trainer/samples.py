@@ -10,7 +10,7 @@ from typing import Any
 
 from ..utils.errors import nearest
 from .errors import RecipeError
-from .spans import Span, tokens_within
+from .spans import Span, reach_of, tokens_within
 
 IGNORED = -100  # the label of tokens that are not learned, as transformers' losses have it
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -123,12 +123,14 @@ class Encoder:
             )
         self._check_calls(messages)
         if re.search(r"{%[-+]?\s*generation", str(template)):
-            return self._marked(*self._written_marked(messages), special=False)
+            text, spans = self._written_marked(messages)
+            found = self._found(text, special=False)
+            reach = reach_of(self.tokenizer, found, text, needed)
+            return self._learned(found, text, [(start, min(end, reach)) for start, end in spans if start < reach])
         text, spans = self._written(messages), []
         found = self._found(text, special=False)
         # Every answer costs three more looks at all that is before it: so none behind what is needed.
-        offsets = found["offset_mapping"][:needed] if self.tokenizer.is_fast and needed is not None else ()
-        reach = max((end for _, end in offsets), default=len(text))
+        reach = reach_of(self.tokenizer, found, text, needed)
         for at, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -152,7 +154,7 @@ class Encoder:
                     "the tokenizer's chat template writes a conversation differently when it goes on, so that the "
                     "answers cannot be found in it; mark them in a chat_template of yours with {% generation %}"
                 )
-            spans.append((len(before), len(after)))
+            spans.append((len(before), min(len(after), reach)))
         return self._learned(found, text, spans)
 
     def _written_marked(self, messages: Sequence[Any]) -> tuple[str, list[Span]]:

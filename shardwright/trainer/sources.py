@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import glob
 import importlib.util
 import json
@@ -15,96 +14,12 @@ import numpy as np
 from ..utils.errors import nearest
 from .errors import RecipeError
 from .hub import why_not
+from .lines import LINES, PACKED, LineFile, Lines, Placed, Row, Rows, kind_of, read_text
 from .recipe import Data, Source
 from .tasks import COLUMNS, Task
 
-Row = Mapping[str, Any]
-_LINES = (".jsonl", ".ndjson", ".txt", ".text")
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
-_KNOWN = (*_LINES, ".json", *_TABLES)
-
-
-class Placed(dict[str, Any]):
-    """A row of a stream, which knows where it is."""
-
-    def __init__(self, row: Row, place: str) -> None:
-        super().__init__(row)
-        self.place = place
-
-
-class Rows:
-    """Rows that can be counted."""
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def __getitem__(self, index: int) -> Row:
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
-
-    def place(self, index: int) -> str:
-        """Where a row is, for people."""
-        return f"row {index + 1}"
-
-
-class LineFile(Rows):
-    """Rows of a file with one per line, read when they are asked for. Empty lines are none.
-
-    Only where each line begins is kept, 8 bytes a line, and as much for its number where a file has empty lines.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.is_json = path.suffix in (".jsonl", ".ndjson")
-        starts, numbers, position = [], [], 0
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.removeprefix(codecs.BOM_UTF8).strip():
-                    starts.append(position)
-                    numbers.append(number)
-                position += len(line)
-        self.starts = np.asarray(starts, dtype=np.int64)
-        self.numbers = np.asarray(numbers, dtype=np.int64) if numbers and numbers[-1] != len(numbers) else None
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Row:
-        with self.path.open("rb") as lines:
-            lines.seek(int(self.starts[index]))
-            return self.parse(lines.readline(), self.place(index))
-
-    def __iter__(self) -> Iterator[Row]:
-        return self.stream()
-
-    def stream(self) -> Iterator[Placed]:
-        """All rows, each with its place."""
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.removeprefix(codecs.BOM_UTF8).strip():
-                    place = f"{self.path}:{number}"
-                    yield Placed(self.parse(line, place), place)
-
-    def place(self, index: int) -> str:
-        return f"{self.path}:{index + 1 if self.numbers is None else self.numbers[index]}"
-
-    def parse(self, line: bytes, place: str) -> Row:
-        """The row of a line."""
-        try:
-            text = line.removeprefix(codecs.BOM_UTF8).decode()
-        except UnicodeDecodeError:
-            raise RecipeError(f"{place}: this is not UTF-8 text") from None
-        if not self.is_json:
-            return {"text": text.rstrip("\r\n")}
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise RecipeError(f"{place}: this is not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise RecipeError(f'{place}: a row is a JSON object, such as {{"text": "..."}}')
-        return row
+_KNOWN = (*LINES, ".json", *_TABLES)
 
 
 class TableRows(Rows):
@@ -330,23 +245,11 @@ def _of_files(source: Source, key: str) -> Any:
     paths = [found for one in given for found in _find(one, key)]
     if source.streaming:
         return _Chain(
-            [_Lines(path) if path.suffix in _LINES else TableStream(_table(path, key), str(path)) for path in paths]
+            [Lines(path) if kind_of(path) in LINES else TableStream(_table(path, key), str(path)) for path in paths]
         )
-    parts = [LineFile(path) if path.suffix in _LINES else TableRows(_table(path, key), str(path)) for path in paths]
+    parts = [LineFile(path) if kind_of(path) in LINES else TableRows(_table(path, key), str(path)) for path in paths]
     kept = [part for part in parts if len(part)]
     return Joined(kept) if len(kept) > 1 else (kept or parts)[0]
-
-
-class _Lines(Iterable[Row]):
-    """Rows of a file of lines, without looking for where each begins."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __iter__(self) -> Iterator[Row]:
-        reader = object.__new__(LineFile)
-        reader.path, reader.is_json = self.path, self.path.suffix in (".jsonl", ".ndjson")
-        yield from reader.stream()
 
 
 class _Chain(Iterable[Row]):
@@ -362,23 +265,34 @@ def _find(name: str, key: str) -> list[Path]:
     """Files of a path, a pattern or a directory, in order of their names; of a directory those that are not hidden."""
     path = Path(name)
     if path.is_dir():
-        found = sorted(
-            one
-            for one in path.rglob("*")
-            if one.suffix in _KNOWN and one.is_file() and not _is_hidden(one.relative_to(path))
-        )
+        files = (one for one in path.rglob("*") if one.is_file() and not _is_hidden(one.relative_to(path)))
+        # Of compressed files those that cannot be read are refused, not passed over: the data may be in them.
+        found = sorted(one for one in files if kind_of(one) in _KNOWN)
         if not found:
             raise RecipeError(f"{key}.path={name}: the directory has no file that ends in {', '.join(_KNOWN)}")
-        return found
-    found = sorted(map(Path, glob.glob(name, recursive=True))) if not path.exists() else [path]
+    else:
+        found = sorted(map(Path, glob.glob(name, recursive=True))) if not path.exists() else [path]
     if not found:
         beside = [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else []
         raise RecipeError(f"{key}.path={name}: there is no such file{nearest(path.name, beside)}")
     for one in found:
-        if one.suffix not in _KNOWN:
-            packed = "; unpack it first" if one.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip") else ""
-            raise RecipeError(f"{key}.path={one}: files that can be read end in {', '.join(_KNOWN)}{packed}")
+        _check_kind(one, key)
+        if one.suffix in PACKED and one.with_suffix("") in found:
+            raise RecipeError(
+                f"{key}.path={name}: {one.with_suffix('')} is there unpacked and as {one.name}, and would be read "
+                "twice; remove one of them, or name the files"
+            )
     return found
+
+
+def _check_kind(path: Path, key: str) -> None:
+    kind = kind_of(path)
+    if kind in _KNOWN and (path.suffix == kind or (path.suffix == ".gz" and kind not in _TABLES)):
+        return
+    packed = "; unpack it first" if path.suffix in PACKED else ""
+    if packed and kind in (*LINES, ".json"):
+        packed += ", or pack it by gzip (.gz)"
+    raise RecipeError(f"{key}.path={path}: files that can be read end in {', '.join(_KNOWN)}{packed}")
 
 
 def _is_hidden(path: Path) -> bool:
@@ -387,9 +301,9 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _table(path: Path, key: str) -> Any:
-    if path.suffix == ".json":
+    if kind_of(path) == ".json":
         try:
-            rows = json.loads(path.read_text())
+            rows = json.loads(read_text(path))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise RecipeError(
                 f"{path}: this is not JSON ({error}); a file with one object per line ends in .jsonl"
@@ -414,6 +328,12 @@ def _of_dataset(source: Source, key: str) -> Any:
     try:
         if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
             found = datasets.load_from_disk(name)
+            if source.name is not None:
+                raise RecipeError(
+                    f"{key}.name={source.name!r}: a directory that was saved has no configurations; leave it out"
+                )
+            if source.split != "train" and not isinstance(found, datasets.DatasetDict):
+                raise RecipeError(f"{key}.split={source.split!r}: the directory {name} has one split; leave it out")
             if isinstance(found, datasets.DatasetDict):
                 if source.split not in found:
                     raise RecipeError(

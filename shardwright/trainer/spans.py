@@ -58,6 +58,27 @@ def tokens_within(tokenizer: Any, found: Any, text: str, spans: Sequence[Span]) 
     return marks
 
 
+_BEYOND = 64  # tokens at the end of a beginning that may be others in the whole text
+
+
+def reach_of(tokenizer: Any, found: Any, text: str, needed: int | None) -> int:
+    """So many characters of the text have its first `needed` tokens; None: all of it.
+
+    A tokenizer that is not fast is asked for beginnings of twice the length each time, so that places in a long text
+    cost what its needed part does.
+    """
+    if needed is None or len(found["input_ids"]) <= needed:
+        return len(text)
+    if tokenizer.is_fast:
+        return max((end for _, end in found["offset_mapping"][:needed]), default=len(text))
+    size = needed
+    while size < len(text):
+        if _shared(tokenizer, text[:size], found["input_ids"]) >= needed + _BEYOND:
+            return size
+        size *= 2
+    return len(text)
+
+
 def _shared(tokenizer: Any, beginning: str, ids: Sequence[int]) -> int:
     """How many of the first tokens are those of a beginning of the text alone."""
     alone = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]

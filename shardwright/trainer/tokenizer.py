@@ -36,6 +36,9 @@ def load_tokenizer(name: str | None, model: str | dict[str, Any], chat_template:
             key = "tokenizer" if name else "tokenizer is left out, and model"
             first = str(error).strip().split("\n")[0]
             reason = why_not(error, str(source))
+            folder = Path(str(source))
+            if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*vocab*")):
+                first = "the directory has no tokenizer.json, which save_pretrained of a tokenizer writes"
             none = f"{key}={source!r} has no tokenizer that transformers can load ({first})"
             near = nearest(name, ("bytes",)) if name else ""
             raise RecipeError((f"{key}={source!r}: {reason}" if reason else none) + near) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,21 @@ def whole_tensor(param: torch.Tensor) -> torch.Tensor:
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
     """`tree` with `function` applied to every tensor in it (dict, list, tuple, transformers' ModelOutput)."""
     return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def numbers_for(like: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
+    """[n] of int64, only read, where `like` lies. They are sent there once: the host waits for a device when it sends
+    it a list.
+    """
+    if type(like) is not torch.Tensor or torch.compiler.is_compiling():  # fake tensors and graphs want their own
+        return torch.tensor(numbers, device=like.device)
+    return _sent(numbers, like.device)
+
+
+@lru_cache(maxsize=1024)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # an evaluation may be the first to ask
+        return torch.tensor(numbers, device=device)
 
 
 def multiply_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..optim.kind import check_supported, has_stepped, is_elementwise
 from ..precision.policy import PrecisionPolicy
 from ..spec import ParamSpec, get_spec
+from ..utils.errors import counted
 from .layout import Entry, family_of
 
 _SUPPORTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -81,8 +82,9 @@ def check_job(
     if strangers:
         shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:3])
         raise ValueError(
-            f"{len(strangers)} parameters of the optimizer are not in the model (shapes {shapes}): build it on "
-            "model.parameters()"
+            f"{counted(len(strangers), 'parameter')} of the optimizer {'is' if len(strangers) == 1 else 'are'} not in "
+            "the "
+            f"model (shapes {shapes}): build it on model.parameters()"
         )
     devices = sorted({str(param.device) for param in trained})
     if placed and len(devices) > 1:

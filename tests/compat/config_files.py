@@ -149,7 +149,7 @@ CASES = [
             "sequence_parallelism_mode": "ring_attn",
         },
         {"activation_checkpointing": True, "bf16": True, "nproc": 8},
-        ["fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_state_dict_type", "rdzv_backend"],
+        ["fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_state_dict_type", "rdzv_backend", "max_grad_norm"],
     ),
     Case(
         "megatron.yaml",
@@ -204,6 +204,7 @@ CASES = [
             "data": {"max_length": 2048, "packing": True},
             "lr_scheduler_type": "cosine",
             "max_steps": 20,
+            "eval_strategy": "steps",
             "eval_steps": 50,
             "learning_rate": 1e-4,
             "adam_beta1": 0.9,
@@ -244,6 +245,6 @@ CASES = [
             "activation_checkpointing": True,
             "data": {"max_length": 4096},
         },
-        ["-c", "--mixed_precision"],
+        ["-c", "--mixed_precision", "--hostfile"],
     ),
 ]

@@ -18,9 +18,13 @@ from shardwright.compat.configs import SOURCES, TARGETS, read_file, write
 from shardwright.compat.configs.statements import read_assignments
 from shardwright.plugins.hybrid.config_form import read_config
 from shardwright.trainer import build_recipe
-from tests.compat.config_files import CASES, Case
+from tests.compat.config_files import CASES as PLAIN
+from tests.compat.config_files import Case
+from tests.compat.realistic_files import REALISTIC
 
-NEEDED = {"model": "gpt2", "data": {"path": "a.jsonl"}}
+CASES = [*PLAIN, *REALISTIC]
+
+NEEDED = {"model": "gpt2", "data": {"path": "a.jsonl"}, "eval_data": {"path": "b.jsonl"}}
 
 
 def written(case: Case, tmp_path: Path) -> Path:
@@ -37,7 +41,9 @@ def test_every_key_is_read_or_named(case: Case, tmp_path: Path) -> None:
     assert found.recipe == case.recipe
     assert sorted(note.key for note in found.notes) == sorted(case.noted)
     data = {**NEEDED["data"], **found.recipe.get("data", {})}  # type: ignore[dict-item]
-    recipe = build_recipe({**found.recipe, **NEEDED, "data": data, "layout": found.layout})
+    held_out = NEEDED["eval_data"] if "eval_steps" in found.recipe else None
+    given = {**found.recipe, **NEEDED, "data": data, "eval_data": held_out, "layout": found.layout}
+    recipe = build_recipe(given)
     assert recipe.layout == case.layout
 
 
@@ -48,7 +54,7 @@ def test_every_target(case: Case, target: str, tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().out
     if target == "shardwright":
         read = yaml.safe_load(text)
-        assert read.pop("layout") == case.layout
+        assert read.pop("layout", {}) == case.layout
         assert read == case.recipe
         assert all(key in text for key in case.noted)
     elif target == "plugin":
@@ -76,6 +82,30 @@ def test_a_recipe_of_deepspeed_keys_goes_there_and_back(tmp_path: Path) -> None:
     assert back.recipe == {**recipe, "adam_beta1": 0.9, "optim": "adamw_torch", "max_grad_norm": 1.0}
 
 
+def test_batches_and_a_schedule_go_there_and_back(tmp_path: Path) -> None:
+    """A step has as many samples there as here, however the layout cuts them."""
+    steps = {"lr_scheduler_type": "linear", "warmup_steps": 20, "max_steps": 200, "learning_rate": 1e-3}
+    recipe = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 3, "fp16": True, **steps}
+    for layout, parts in (
+        ({"num_microbatches": 12}, (8, 12)),
+        ({"microbatch_size": 16}, (16, 6)),
+        ({}, (32, 3)),
+        ({"num_microbatches": 7}, (32, 3)),  # which does not divide them
+    ):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**recipe, "layout": {**layout, "initial_scale": 1024.0}}))
+        text, notes = write(read_file(path)[1], "deepspeed")
+        there = json.loads(text)
+        assert (there["train_micro_batch_size_per_gpu"], there["gradient_accumulation_steps"]) == parts
+        assert parts[0] * parts[1] == 96
+        assert [note.key for note in notes] == (["layout.num_microbatches"] if 7 in layout.values() else [])
+        (tmp_path / "back.json").write_text(text)
+        back = read_file(tmp_path / "back.json")[1]
+        assert {name: back.recipe[name] for name in steps} == steps
+        assert back.layout == {"initial_scale": 1024.0, "zero_stage": 0}
+        assert back.notes == []
+
+
 def test_accelerate_takes_what_is_written_for_it(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -97,7 +127,7 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ("a.yaml", "some: thing", [], "say --from colossalai or internlm"),
     ("a.py", "x = (", [], "line 1: this is not python"),
     ("a.py", "x = 1", ["--from", "colossalai"], "builds none of HybridParallelPlugin"),
-    ("a.py", "parallel = dict(tensor='2')", [], "parallel.tensor='2' must be a whole number"),
+    ("a.py", "parallel = dict(zero1=1, tensor='2')", [], "parallel.tensor='2' must be a whole number"),
     ("a.json", '{"zero_optimization": {"reduce_bucket_size": "big"}}', [], "reduce_bucket_size = 'big' is no value"),
     ("a.sh", "echo hello", [], "no options such as --plugin 3d"),
 ]
@@ -112,6 +142,11 @@ def test_what_cannot_be_read(
     said: Any = capsys.readouterr()
     assert words in said.err
     assert said.out == ""
+
+
+def test_a_directory_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"shardwright config: {tmp_path} is a directory; name a configuration in it\n"
 
 
 FUSED = ("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention")
@@ -201,9 +236,15 @@ TP = 8
         "distributed_type: FSDP\nmixed_precision: fp16\ntpu_env: []\nfsdp_config: {fsdp_offload_params: 'false'}",
         {"zero_stage": 3},
         {"fp16": True},
-        [],
+        ["max_grad_norm"],
     ),
-    ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: false}", {"zero_stage": 2}, {}, []),
+    (
+        "a.yaml",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero3_init_flag: false}",
+        {"zero_stage": 2},
+        {},
+        ["max_grad_norm"],
+    ),
     (
         "fsdp.json",
         '{"activation_checkpointing": "false", "cpu_offload": "False", "fsdp_use_orig_params": "true"}',

@@ -57,7 +57,7 @@ def more_layers_than_are_left(rank: int, world: int) -> None:
     config = PipelineGradientCheckpointConfig(
         num_ckpt_layers_per_stage=[layers - 1], num_selective_layers_per_stage=[2]
     )
-    with refused("num_selective_layers_per_stage=", "has 1 layers besides", "at most 1 works"):
+    with refused("num_selective_layers_per_stage=", "has 1 layer besides", "at most 1 works"):
         HybridParallelPlugin(gradient_checkpoint_config=config).preflight(model, adamw(model))
     config = PipelineGradientCheckpointConfig(
         num_ckpt_layers_per_stage=[layers - 1], num_selective_layers_per_stage=[1]

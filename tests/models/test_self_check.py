@@ -220,6 +220,27 @@ def test_a_plan_that_fails_on_one_rank_alone_is_rejected_on_all_and_the_next_one
     assert run_ranks(one_rank_fails, 2, timeout=30) == [[[], None, None, []]] * 2
 
 
+class Extended(nn.Module):
+    """A linear whose weight is longer by as many rows as `further` has, which may be none (MobileBERT's head)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.further = nn.Parameter(torch.zeros(0, 6))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (x @ torch.cat([self.linear.weight, self.further]).T).square().mean()}
+
+
+def without_elements(rank: int, world_size: int) -> list[str] | None:
+    check = SelfCheck([Extended().double()], ParallelGroup(dist.group.WORLD), {"x": torch.arange(12.0).view(2, 6)})
+    return check.failures(lambda copied: None)
+
+
+def test_a_parameter_without_elements_is_no_failure() -> None:
+    assert run_ranks(without_elements, 2, timeout=30) == [[], []]
+
+
 def disagreeing(rank: int, world_size: int) -> list[str]:
     """Ranks whose batches are not one: each refusal comes on all ranks, and none waits."""
     short = {"input_ids": torch.ones(2, 3, dtype=torch.long)}  # which does not run

@@ -283,7 +283,7 @@ HYBRID_OPTIONS: dict[str, list[Any]] = {
         Changes(see.report, [1.0, 0.0, 1.0, 0.0], CHUNKS),
         Refused(0.5, "without a pipeline"),
         Refused([0.5, 1.5], "must be a share", PIPE),
-        Refused([0.5], "1 entries for 2 stages", PIPE),
+        Refused([0.5], "1 entry for 2 stages", PIPE),
         Refused([0.5, 0.5], "give one number", {**PIPE, "pp_style": "auto"}),
         Refused("half", "a number, or a list of numbers", PIPE),
     ],

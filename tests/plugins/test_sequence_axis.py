@@ -172,6 +172,11 @@ def mistakes(rank: int, world: int) -> None:
     ids = batch["input_ids"]
     refused("without labels", lambda: model(input_ids=ids))
     refused("cannot be cut along", lambda: model(**batch, extra=torch.ones(len(ids), 3)))
+    few = {"labels": ids[:1], "attention_mask": torch.ones_like(ids[:1])}
+    for name, value in few.items():
+        given = {**batch, name: value}
+        refused(rf"entry '{name}' of shape \(1, .* other samples", lambda given=given: model(**given))
+    refused(r"input_ids of shape \(0, .* no token", lambda: model(input_ids=ids[:0], labels=ids[:0]))
     refused("attention_mask of 4 dims", lambda: model(input_ids=ids, attention_mask=ids[:, None, None]))
     refused("call the model that boost returned", lambda: model.unwrap()(**batch))
     refused("generate with sequence_parallelism_mode", lambda: model.generate(ids))
@@ -181,6 +186,8 @@ def mistakes(rank: int, world: int) -> None:
     )
     with torch.no_grad():
         assert model(input_ids=ids).logits.shape[1] == -(-ids.shape[1] // world)
+    plain, other = torch.nn.Sequential(torch.nn.Linear(4, 4)), HybridParallelPlugin(precision="fp32", **ULYSSES)
+    refused("Sequential is no model of transformers", lambda: Booster(plugin=other).boost(plain))
 
 
 def looks(outputs: Any, inputs: Any) -> torch.Tensor:

@@ -171,7 +171,12 @@ def mistakes(rank: int, world: int) -> None:
     refused("cannot be padded along", lambda: model(**batch, extra=torch.ones(3, 3)))
     refused("output_attentions=True with sequence_parallelism_mode", lambda: model(**batch, output_attentions=True))
     refused("give what its decoder reads", lambda: model(input_ids=batch["input_ids"]))
+    ids = batch["labels"]
+    read = {"decoder_input_ids": ids.clamp(min=0)}
     refused(r"attention_mask of shape \(3, 5\)", lambda: model(**{**batch, "attention_mask": torch.ones(3, 5)}))
+    few = {**batch, **read, "labels": ids[:2]}
+    refused(r"'labels' of shape \(2, .* does not fit 3 sequences", lambda: model(**few))
+    refused("no token to compute", lambda: model(input_ids=ids[:, :0], **read))
     front = torch.ones(3, 7, dtype=torch.long)
     front[1, :2] = 0
     decoder = {"decoder_input_ids": 3 + front, "decoder_attention_mask": front}
@@ -209,3 +214,9 @@ def test_what_computes_its_loss_of_whole_logits_is_refused_in_pipelines() -> Non
 
     with pytest.raises(ValueError, match=r"pp_size=2 .*takes no shift_labels.*use pp_size=1"):
         check_layers(Settings(), facts, "OldForCausalLM")  # type: ignore[arg-type]
+
+
+def test_layers_that_are_given_tokens_before_samples_are_named() -> None:
+    xlnet = _made(transformers.XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=16))
+    with pytest.raises(ValueError, match=r"its layers are given \[length, batch, \.\.\.\], 22 tokens of 3 rows"):
+        probe_mode("all_to_all", xlnet)

@@ -26,9 +26,16 @@ ALONG = (
     "Gemma4ForCausalLM",
     "Gemma3nForCausalLM",
     "MllamaForCausalLM",
+    "XLMWithLMHeadModel",
 )
 # The same in more ways: row linears that are given whole features; layers that read what was before other layers.
-MORE_ALONG = ("CpmAntForCausalLM", "Qwen4ExpForCausalLM", "Inkling2ForCausalLM", "ZambaForCausalLM")
+MORE_ALONG = (
+    "CpmAntForCausalLM",
+    "Qwen4ExpForCausalLM",
+    "Inkling2ForCausalLM",
+    "ZambaForCausalLM",
+    "Zamba2ForCausalLM",
+)
 # Convolutions that only a state space reads; experts that are chosen by token ids.
 OVER = ("RecurrentGemmaForCausalLM", "DeepseekV4ForCausalLM")
 
@@ -56,6 +63,35 @@ def compare_all(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) 
 
 def test_along_tensor_parallelism() -> None:
     run_ranks(compare_all, 2, [*((name, GATHERED) for name in ALONG), ("CTRLLMHeadModel", RING)], timeout=240)
+
+
+def compare_with_images(rank: int, world: int, modes: list[dict[str, Any]]) -> None:
+    """States that some layers attend to, and tokens that see none of them, which a layer masks itself."""
+    for mode in modes:
+        with keep_float64():
+            model: Any = build(Subject("MllamaForCausalLM")).model
+            batch = batch_of()
+            samples, length = batch["input_ids"].shape
+            generator = torch.Generator().manual_seed(4)
+            states = torch.randn(samples, 7, model.config.hidden_size, generator=generator, dtype=torch.float64)
+            sees = torch.arange(length)[:, None] > 4 + torch.arange(samples)[:, None, None, None]  # [B, 1, S, 1]
+            hidden = torch.zeros(samples, 1, length, 7).masked_fill(torch.arange(7) > 4, -1e9).double()
+            compare(
+                model,
+                {
+                    **batch,
+                    "cross_attention_states": states,
+                    "cross_attention_mask": hidden,
+                    "full_text_row_masked_out_mask": sees.double(),
+                },
+                mode,
+                True,
+                use_cache=False,
+            )
+
+
+def test_images_that_some_tokens_do_not_see() -> None:
+    run_ranks(compare_with_images, 2, [GATHERED, RING], timeout=120)
 
 
 def test_over_an_axis() -> None:

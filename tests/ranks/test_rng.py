@@ -16,6 +16,7 @@ from shardwright.shardformer.rng import (
     sharded_rng,
     synchronize_rng,
     uses_dropout,
+    without_dropout,
 )
 from shardwright.testing import run_ranks
 
@@ -121,3 +122,10 @@ def _masks(rank: int, world: int) -> None:
 
 def test_masks_and_replay() -> None:
     run_ranks(_masks, 2)
+
+
+def test_dropouts_are_taken_out_of_models_whose_modules_call_anything_their_config() -> None:
+    model = nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2))
+    model[1].config = 0.3  # Idefics keeps a number there
+    assert not uses_dropout(without_dropout(model))
+    assert model[1].config == 0.3

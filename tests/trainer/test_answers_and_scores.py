@@ -177,7 +177,9 @@ def test_answers_are_compared_as_squad_does() -> None:
 
 
 def test_a_stream_of_questions_has_the_windows_of_all_rows(tmp_path: Path) -> None:
-    given = task_recipe(tmp_path, "question-answering", squad(6), BERT, eval_data=None, eval_strategy="no")
+    given = task_recipe(
+        tmp_path, "question-answering", squad(6), BERT, eval_data=None, eval_strategy="no", eval_steps=None
+    )
     counted = list(DataLoader(prepare(build_recipe(given)).dataset("data"), None))
     streamed = list(
         DataLoader(prepare(build_recipe({**given, "data": {**given["data"], "streaming": True}})).dataset("data"), None)
@@ -217,7 +219,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 def test_a_mistake_is_one_sentence(
     tmp_path: Path, task: str, row: dict[str, Any], changes: dict[str, Any], said: str
 ) -> None:
-    given = task_recipe(tmp_path, task, [row], BERT, eval_data=None, eval_strategy="no")
+    given = task_recipe(tmp_path, task, [row], BERT, eval_data=None, eval_strategy="no", eval_steps=None)
     given["data"] = {**given["data"], **changes}
     with pytest.raises(RecipeError) as caught:
         prepare(build_recipe(given))
@@ -226,7 +228,9 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_bytes_part_no_texts_and_labels_have_no_names(tmp_path: Path) -> None:
-    given = task_recipe(tmp_path, "question-answering", [GOOD], LLAMA, eval_data=None, eval_strategy="no")
+    given = task_recipe(
+        tmp_path, "question-answering", [GOOD], LLAMA, eval_data=None, eval_strategy="no", eval_steps=None
+    )
     with pytest.raises(RecipeError, match="without anything between"):
         prepare(build_recipe(given))
     given = task_recipe(tmp_path, "sequence-regression", scored(4), BERT, labels=["a", "b"])

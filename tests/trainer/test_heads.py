@@ -215,7 +215,7 @@ def test_a_mistake_is_one_sentence(
 )
 def test_a_row_that_is_wrong_is_named(tmp_path: Path, task: str, row: dict[str, Any], said: str) -> None:
     labels = TAGS if task == "token-classification" else None
-    given = task_recipe(tmp_path, task, BERT, labels=labels, eval_data=None, eval_strategy="no")
+    given = task_recipe(tmp_path, task, BERT, labels=labels, eval_data=None, eval_strategy="no", eval_steps=None)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text_pair": "a", **row}) + "\n")
     with pytest.raises(RecipeError) as caught:
         prepare(build_recipe(given))

@@ -92,12 +92,23 @@ def closed_port() -> str:
 
 
 WRONG = [
-    (["model=shop/tinny", "tokenizer=bytes"], ("model='shop/tinny': there is no such directory, and {url} has no",)),
-    (["tokenizer=shop/wrds"], ("tokenizer='shop/wrds': there is no such directory", "hf auth login")),
+    (
+        ["model=shop/tinny", "tokenizer=bytes"],
+        ("model='shop/tinny': there is no such directory, and {url} has no", "'shop/tiny'?; a private"),
+    ),
+    (["model=shoop/tiny", "tokenizer=bytes"], ("model='shoop/tiny': there is no", "did you mean 'shop/tiny'?")),
+    (["model=other/thing", "tokenizer=bytes"], ("{url} has no other/thing for you; a private",)),
+    (
+        ["tokenizer=shop/wrds"],
+        ("tokenizer='shop/wrds': there is no such directory", "mean 'shop/words'?", "hf auth login"),
+    ),
     (["model=shop/gated"], ("model='shop/gated': it is gated: ask for access at {url}/shop/gated",)),
     (["model=shop/old"], ("model='shop/old' has no safetensors on the hub", "save_pretrained(DIRECTORY)")),
     (["model=./saved/tiny"], ("model='./saved/tiny': there is no such directory", "OWNER/NAME")),
-    (["data.dataset=shop/tlk"], ("data.dataset='shop/tlk': there is no such directory", "no datasets/shop/tlk")),
+    (
+        ["data.dataset=shop/tlk"],
+        ("data.dataset='shop/tlk': there is no such directory", "no datasets/shop/tlk", "did you mean 'shop/talk'?"),
+    ),
     (["data.split=trian"], ("data.dataset='shop/talk': it cannot be loaded", "trian", "train")),
     (["data.name=big"], ("data.dataset='shop/talk': it cannot be loaded", "big")),
 ]
@@ -145,12 +156,14 @@ def test_names_are_found_and_wrong_ones_are_told(hub: Hub, tmp_path: Path) -> No
         ["train", file, "--check", "output_dir=other", "model=shop/new", "tokenizer=bytes"],
         ["train", file, "--check", "output_dir=other", "tokenizer=shop/new"],
         ["train", file, "--check", "output_dir=other", "data.dataset=shop/new"],
+        ["train", file, "--check", "output_dir=other", "model=shop/tinny", "tokenizer=bytes"],
     ]
     gone = closed_port()
     found = run_all(questions, environment(tmp_path, gone, **alone), tmp_path)
-    assert [status for status, _ in found] == [0, 2, 2, 2], found
+    assert [status for status, _ in found] == [0, 2, 2, 2, 2], found
     assert found[0][1].startswith(f"shardwright train: {gone} cannot be reached (Connection refused); what was fetched")
-    for (_, said), key in zip(found[1:], ("model", "tokenizer", "data.dataset"), strict=True):
+    assert "has not all of it - did you mean 'shop/tiny'?" in found[4][1]
+    for (_, said), key in zip(found[1:4], ("model", "tokenizer", "data.dataset"), strict=True):
         assert f"shardwright train: {key}='shop/new': there is no such directory, {gone} is not asked" in said, said
         assert said.count("\n") == 1, said
 

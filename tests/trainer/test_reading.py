@@ -117,11 +117,39 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"greater_is_better": True}, "the lowest of which is best"),
     ({"metric_for_best_model": "accuracy"}, "is not one of loss, eval_loss"),
     ({"save_strategy": "sometimes"}, "save_strategy='sometimes' is not one of no, steps, epoch"),
+    ({"tp_size": 2}, "say layout: {tp_size: ...}"),
+    ({"zero_stage": 1}, "say layout: {zero_stage: ...}"),
+    ({"tensor_parallel": 2}, "say layout: {tp_size: N}"),
+    ({"precision": "bf16"}, "say bf16: true"),
+    ({"packing": True}, "say data: {packing: ...}"),
+    ({"target_modules": ["q_proj"]}, "say lora: {target_modules: ...}"),
+    ({"lr": 1e-3}, "say learning_rate"),
+    ({"batch_size": 8}, "say per_device_train_batch_size"),
+    ({"do_train": True}, "leave it out"),
+    ({"neftune_noise_alpha": 5}, "embeddings get no noise"),
+    ({"data": "words.jsonl"}, "such as {path: FILE}"),
+    ({"data": {"path": "a.jsonl", "split": "test"}}, "data.split='test' is of a dataset, and data.path names files"),
+    ({"data": {"path": "a.jsonl", "name": "en"}}, "or leave name out"),
+    ({"data": {"mix": ["a.jsonl"]}}, "a list, of which each is a mapping of keys"),
+    ({"data": {"path": ["train.jsonl", ""]}}, "data.path has an empty text"),
+    ({"tokenizer": ""}, "tokenizer is empty text"),
+    ({"output_dir": ""}, "output_dir is empty text"),
+    ({"eval_steps": 5}, "say eval_strategy: steps, or leave eval_steps out"),
+    ({"model": {"config": {**LLAMA, "num_hidden_layers": 0}}}, "model.config.num_hidden_layers=0 is too small"),
+    ({"model": {"config": {**LLAMA, "num_attention_heads": 0}}}, "model.config.num_attention_heads=0 is too small"),
+    ({"model": {"config": {**LLAMA, "num_key_value_heads": 3}}}, "num_attention_heads=4; give one of 1, 2, 4"),
+    ({"model": {"config": {**LLAMA, "hidden_size": 33}}}, "hidden size (33) is not a multiple"),
+    ({"model": {"config": {**LLAMA, "vocab_size": "big"}}}, "vocab_size"),
+    ({"tokenizer": "."}, "the directory has no tokenizer.json"),
+    ({"tokenizer": "./"}, "the directory has no tokenizer.json"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "said"), MISTAKES, ids=lambda one: str(one)[:50])
-def test_a_mistake_is_one_sentence(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_mistake_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError) as caught:
         prepare(build_recipe(recipe(tmp_path, **changes)))
     assert said in str(caught.value)
@@ -150,7 +178,7 @@ FILES: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a.jsonl", '{"text": "a b"}\n', {"max_length": 1000}, "longer than the 256 positions"),
     ("a.jsonl", '{"text": "a b"}\n', {"split": 3}, "data.split=3: text is needed"),
     ("a.md", "words", {}, "files that can be read end in"),
-    ("a.jsonl.gz", b"", {}, "unpack it first"),
+    ("a.jsonl.gz", b"", {}, "has no rows"),
     ("a.jsonl", '{"text": "a", "messages": []}\n', {}, "say which one holds the sample"),
     ("a.jsonl", '{"text": "a \\ud800"}\n', {}, "the tokenizer cannot read"),
     ("a.csv", "", {}, "cannot be read as csv"),
@@ -170,6 +198,7 @@ def test_a_file_that_cannot_be_learned(
 
 # What is found out with a model, on the ranks that would be started.
 WHOLE: list[tuple[dict[str, Any], str]] = [
+    ({"model": {"config": {**LLAMA, "hidden_act": "gelux"}}}, "model.config.hidden_act='gelux' is nothing that"),
     ({"lora": {"target_modules": ["q_proj", "v_prj"]}}, "lora.target_modules: 'v_prj' is no module of the model - did"),
     ({"lora": {"target_modules": "nope"}}, "lora: Target modules"),
     ({"lora": {"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}}, "did you mean 'lm_head'"),
@@ -240,6 +269,8 @@ def test_what_is_no_recipe(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("seed: 1\n")
     with pytest.raises(RecipeError, match="key=value"):
         read_recipe(tmp_path / "r.yaml", ["max_steps"])
+    with pytest.raises(RecipeError, match="there is no such option - did you mean '--check'"):
+        read_recipe(tmp_path / "r.yaml", ["--chek"])
 
 
 def test_sources_in_every_form(tmp_path: Path) -> None:

@@ -235,8 +235,18 @@ class Slow:
         fast.chat_template = PLAIN
         self.apply_chat_template = fast.apply_chat_template
 
+        self.read = 0  # characters
+
+    def get_chat_template(self) -> str:
+        return str(self.chat_template)
+
+    @property
+    def special_tokens_map(self) -> Any:
+        return self.fast.special_tokens_map
+
     def __call__(self, text: str, return_offsets_mapping: bool = False, **options: Any) -> Any:
         assert not return_offsets_mapping
+        self.read += len(text)
         return self.fast(text, **options)
 
 
@@ -250,3 +260,22 @@ def test_tokenizers_that_tell_no_places(kind: str) -> None:
     tokens = slow.fast.convert_ids_to_tokens(told.ids)
     other = [token for token, one, two in zip(tokens, told.labels, fast.labels, strict=True) if one != two]
     assert not {token.strip("\u2581\u0120\u010a") for token in other} - {""}
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN], ids=["marked", "plain"])
+def test_the_end_of_a_long_text_costs_such_a_tokenizer_one_look(template: str) -> None:
+    """Of a conversation ten times as long, ten times as much is read, and not a hundred times."""
+    slow: Any = Slow(made("gpt2"))
+    slow.chat_template = slow.fast.chat_template = template
+    cost = {}
+    for turns in (20, 200):
+        row = {"messages": TALK * turns}
+        whole = Encoder(slow, 64).whole({"messages": TALK * 20})
+        text = slow.fast.apply_chat_template(row["messages"], tokenize=False)
+        for length in (1, 33, 100, 300):
+            slow.read = 0
+            sample = Encoder(slow, length).one(row)
+            cost[turns, length] = slow.read - len(text)
+            assert sample.ids == whole.ids[:length]
+            assert sample.labels == whole.labels[:length]
+    assert [cost[200, length] for length in (1, 33, 100, 300)] == [cost[20, length] for length in (1, 33, 100, 300)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 Answer = tuple[int, bytes, dict[str, str]]
@@ -35,12 +35,14 @@ class Hub(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def answer(self, path: str, wanted: list[str]) -> Answer:
+    def answer(self, path: str, wanted: list[str], query: dict[str, list[str]]) -> Answer:
         """Status, body and headers of a path; `wanted` are the paths of a question for several."""
         words = path.strip("/").split("/")
         is_api = words[0] == "api"
         words = words[1:] if is_api else words
         kind = words.pop(0) if words and words[0] in ("models", "datasets") else "models"
+        if is_api and not words:
+            return self._names(kind, *(query.get(key, [""])[0] for key in ("author", "search")))
         if len(words) < 2:
             return _error(404, "")
         repository, rest = "/".join(words[:2]), words[2:]
@@ -61,6 +63,11 @@ class Hub(ThreadingHTTPServer):
             return status, body, {**headers, "X-Repo-Commit": COMMIT}  # so that it is remembered that there is none
         content = file.read_bytes()
         return 200, content, {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+
+    def _names(self, kind: str, author: str, search: str) -> Answer:
+        names = [one.relative_to(self.folder / kind).as_posix() for one in (self.folder / kind).glob("*/*")]
+        found = [one for one in names if search in one and (not author or one.startswith(f"{author}/"))]
+        return _json([{"id": one, "_id": one, "private": False, "tags": [], "downloads": 0} for one in sorted(found)])
 
     def _api(self, root: Path, kind: str, repository: str, rest: list[str], wanted: list[str]) -> Answer:
         files = sorted(one for one in root.rglob("*") if one.is_file())
@@ -132,10 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reply(self, wanted: list[str]) -> None:
         self.server.asked.append(f"{self.command} {self.path}")
-        status, body, headers = self.server.answer(unquote(urlsplit(self.path).path), wanted)
+        asked = urlsplit(self.path)
+        status, body, headers = self.server.answer(unquote(asked.path), wanted, parse_qs(asked.query))
         first, last = 0, len(body)
-        if status == 200 and (asked := self.headers.get("Range", "")).startswith("bytes="):
-            start, _, end = asked.removeprefix("bytes=").partition("-")
+        if status == 200 and (part := self.headers.get("Range", "")).startswith("bytes="):
+            start, _, end = part.removeprefix("bytes=").partition("-")
             first, last = int(start), min(int(end) + 1 if end else last, last)
             status, headers = 206, {**headers, "Content-Range": f"bytes {first}-{last - 1}/{len(body)}"}
         self.send_response(status)

@@ -134,6 +134,7 @@ def test_a_resume_of_the_users_is_kept(recipe: Path, capsys: pytest.CaptureFixtu
         (["slurm", "--output", "train.py", *TRAIN], "exists; name another file, or add --force"),
         (["slurm", "--", "shardwright", "train", "recip.yaml"], "no such file - did you mean 'recipe.yaml'?"),
         (["slurm", "--", "shardwright", "doctor"], "train RECIPE.yaml is the one"),
+        (["slurm", "recipe.yaml"], "for a recipe say -- shardwright train recipe.yaml"),
         (["ray", "--", "bash", "x.sh"], "torchrun starts one of these on every rank"),
         (["ray", "--max-turns", "0", *TRAIN], "--max-turns 0 is too small"),
         (["skypilot", "--accelerator", "H100:8", *TRAIN], "how many is said by --gpus-per-node"),

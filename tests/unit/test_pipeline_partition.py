@@ -3,11 +3,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwright.models.layer_chain import Unit, find_units
@@ -209,6 +211,29 @@ def test_measured_costs_go_back_into_the_cut() -> None:
             chain_costs(model, survey, Placement(2), measured=wrong)
 
 
+class Unlike:
+    """A config of layers that differ, which refuses to say one size for all of them."""
+
+    is_heterogeneous = True
+    per_layer_config = tuple(
+        SimpleNamespace(num_attention_heads=4, hidden_size=32, head_dim=size, sliding_window=20) for size in (8, 16)
+    )
+
+    def __init__(self) -> None:
+        self.layer_types = ["sliding_attention", "full_attention"]
+
+    @property
+    def head_dim(self) -> int:
+        raise RuntimeError("differs")
+
+
+def test_attention_of_layers_that_differ_counts_by_each_of_them() -> None:
+    model = nn.Linear(1, 1)
+    model.config = Unlike()  # type: ignore[assignment]
+    assert attention_costs(model, 2, 100) == [2 * 18 * 32, 2 * 50 * 64]
+    assert attention_costs(model, 3, 100) == [2 * 18 * 32] * 3  # of another part: the first stands for all
+
+
 def test_attention_counts_by_what_a_token_sees() -> None:
     model = zoo.build("llama-causal-lm")
     width = model.config.num_attention_heads * model.config.head_dim
@@ -391,7 +416,7 @@ def test_checkpoint_config() -> None:
         with pytest.raises(ValueError, match=said):
             PipelineGradientCheckpointConfig(**wrong)
     with pytest.raises(
-        ValueError, match=r"num_selective_layers_per_stage=.* stage 0 has 1 layers besides .* at most 1 works there"
+        ValueError, match=r"num_selective_layers_per_stage=.* stage 0 has 1 layer besides .* at most 1 works there"
     ):
         PipelineGradientCheckpointConfig(
             num_ckpt_layers_per_stage=[1, 0, 0, 0], num_selective_layers_per_stage=[2, 0, 0, 0]
@@ -402,7 +427,7 @@ def test_checkpoint_config() -> None:
         )
     with pytest.raises(ValueError, match="3 entries"):
         PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 1]).layers_of(stages, 0, [0, 2])
-    with pytest.raises(ValueError, match="stage 2 has 1 layers"):
+    with pytest.raises(ValueError, match="stage 2 has 1 layer"):
         PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 1, 2, 1]).layers_of(stages, 0, [0, 2])
 
 

@@ -84,7 +84,7 @@ def test_models_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_p
             capsys, f"--model {name} --world-size 2 --pp-size 2 --selective 1.0 --batch-size 2 --seq-len 8"
         )
         assert status == 0
-        assert "0 of 1 layers, 1 in part" in text
+        assert "0 of 1 layer, 1 in part" in text
         assert "activations at the peak of a step" in text
         status, text = plan(capsys, f"--model {name} --world-size 2 --pp-size 2 --recompute 0.5")
         assert status == 0

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
+from ...utils.errors import counted
 from .records import History, told_apart
 
 
@@ -22,7 +23,9 @@ class Language:
 
     def started(self, facts: Mapping[str, Any]) -> None:
         settings = self.history.settings
-        self.console.print(f"{settings.steps} steps of {settings.tokens_per_step:,} tokens of an invented language,")
+        self.console.print(
+            f"{counted(settings.steps, 'step')} of {settings.tokens_per_step:,} tokens of an invented language,"
+        )
         self.console.print(f"whose entropy, and so the best possible loss, is {self.history.lowest_loss:.3f}\n")
 
     def step(self, metrics: Mapping[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...utils.errors import counted
+
 MICROBATCHES = 4
 TWO_CHUNKS = ("interleaved", "zbv", "dualpipev")  # schedules in which a rank holds two parts of the model
 
@@ -89,6 +91,7 @@ class Layout:
 
     def describe(self) -> dict[str, str | int]:
         """Every number of the layout, for layout.json and the report."""
+        microbatches = counted(self.microbatches, "microbatch", "microbatches")
         return {
             "plugin": "HybridParallelPlugin",
             "ranks": self.ranks,
@@ -97,7 +100,7 @@ class Layout:
             "data parallel": self.dp,
             "sequence parallel": self.sp,
             "ZeRO stage": self.zero,
-            "schedule": f"{self.pp_style}, {self.microbatches} microbatches" if self.pp > 1 else "no pipeline",
+            "schedule": f"{self.pp_style}, {microbatches}" if self.pp > 1 else "no pipeline",
             "sequences per step": self.batch_size,
             "device": self.device,
             "backend": self.backend,

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ...pipeline import timeline_html
 from ...pipeline.snapshots import write_timelines
+from ...utils.errors import counted
 from ...utils.versions import versions
 from ..report.curves import Curve, Point, alone, chart, running_mean
 from ..report.page import page
@@ -92,7 +93,7 @@ def facts(history: History) -> dict[str, Any]:
         for style, apart in history.apart.items()
     }
     learned = {
-        "held-out loss": f"{first:.3f} before, {last:.3f} after {len(history.steps)} steps",
+        "held-out loss": f"{first:.3f} before, {last:.3f} after {counted(len(history.steps), 'step')}",
         "best possible": f"{history.lowest_loss:.3f}, the entropy of the text",
         **answers,
         **apart,

@@ -16,6 +16,7 @@ from ...cluster import launch, launch_from_torch
 from ...lazy import LazyInitContext
 from ...plugins import HybridParallelPlugin
 from ...utils.device import get_current_device
+from ...utils.errors import counted
 from .files import GenerateError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +36,7 @@ def check(request: Request, device: str) -> None:
         room = longest - tokens
         fix = f"give --max-new-tokens {room}" if room > 0 else "give a shorter prompt"
         raise GenerateError(
-            f"the prompt has {tokens} tokens, which with --max-new-tokens {wanted - tokens} is more "
+            f"the prompt has {counted(tokens, 'token')}, which with --max-new-tokens {wanted - tokens} is more "
             f"than the model's {longest} positions; {fix}"
         )
     if request["tp"] > 1:

@@ -138,6 +138,8 @@ def _command(words: list[str]) -> tuple[str, ...]:
         return ("-m", "shardwright.cli", *words[1:], *again)
     if words[0] == "-m" and len(words) > 1:
         return tuple(words)
+    if words[0].endswith((".yaml", ".yml", ".json")):
+        raise LaunchError(f"{words[0]}: for a recipe say -- shardwright train {shlex.join(words)}")
     if not words[0].endswith(".py"):
         raise LaunchError(
             f"{words[0]}: it is neither shardwright train RECIPE.yaml, nor a script that ends in .py, nor -m module; "

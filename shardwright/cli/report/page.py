@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from ...pipeline import timeline_html
+from ...utils.errors import counted
 from . import curves
 from .curves import Curve, Point, chart, running_mean
 from .runs import Run
@@ -137,7 +138,7 @@ def _state(runs: Sequence[Run], names: Sequence[str]) -> str:
     for look, name, run in zip(LOOKS, names, runs, strict=False):
         total = run.told.get("facts", {}).get("total_steps")
         done, finished = run.steps[-1]["step"], run.told.get("finished")
-        far = f"{done} of {total} steps" if total else f"{done} steps"
+        far = f"{done} of {counted(total, 'step')}" if total else f"{counted(done, 'step')}"
         state = "" if finished is None else ", interrupted" if finished.get("interrupted") else ", finished"
         chip = f'<span class="chip {look}">{escape(name)}</span> ' if len(runs) == 2 else ""
         notes = "".join(f"; {escape(note)}" for note in run.notes)
@@ -153,7 +154,7 @@ def _outcome(runs: Sequence[Run], names: Sequence[str]) -> str:
 def _facts(run: Run) -> dict[str, str]:
     """What one wants to know first."""
     told = run.told.get("facts", {})
-    found = {key: str(told[key]) for key in ("model", "layout") if key in told}
+    found = {key: str(told[key]) for key in ("run", "model", "layout") if key in told}
     if isinstance(told.get("parameters"), int):
         found["parameters"] = f"{told['parameters']:,}"
     loss = [value for value in run.column("loss") if value is not None]
@@ -203,7 +204,8 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
     words = "They have no step in common."
     if apart:
         worst = max(apart, key=lambda step: apart[step])
-        words = f"Over {len(apart)} common steps their losses are at most {apart[worst]:.3g} apart, at step {worst}."
+        over = f"Over {counted(len(apart), 'common step')} their losses"
+        words = f"{over} are at most {apart[worst]:.3g} apart, at step {worst}."
     return f"<h2>What differs</h2>{table}<p>{words}</p>"
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from ...pipeline.snapshots import read_timelines
 from ...pipeline.timeline import Timeline
-from ...utils.errors import nearest
+from ...utils.errors import counted, nearest
 
 METRICS = "metrics.jsonl"
 _EVALUATION = "eval_loss"
@@ -76,10 +76,15 @@ def read_run(path: Path) -> Run:
     if unread:
         run.notes.append(f"{unread} of the lines of {METRICS} could not be read: half written, or not of a run")
     if again:
-        run.notes.append(f"{again} steps were trained again later, which are the ones that count")
+        run.notes.append(
+            f"{counted(again, 'step')} {'was' if again == 1 else 'were'} trained again later, which are the ones that "
+            "count"
+        )
     strange = [row["step"] for row in run.steps if _finite(row.get("loss")) is None]
     if strange:
-        run.notes.append(f"the loss of {len(strange)} steps is no finite number, that of step {strange[0]} first")
+        run.notes.append(
+            f"the loss of {counted(len(strange), 'step')} is no finite number, that of step {strange[0]} first"
+        )
     run.told = _told(_mapping(folder / "run.json", run.notes), run.notes)
     recipe = _mapping(folder / "recipe.yaml", run.notes)
     run.settings = dict(_flat(recipe)) | dict(_flat(run.told.get("layout", {}), "layout."))

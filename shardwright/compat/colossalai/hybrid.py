@@ -20,17 +20,6 @@ _ADVICE = {
     "dp_size": "leave it out: what the other sizes leave is data parallel",
     "zero_group_size": "it is an argument of shardwright.plugins.HybridParallelPlugin",
 }
-_ATTRIBUTES = {
-    "shard_config": "options of sharding are arguments of the plugin; print(plugin.layout) shows what came of them",
-    "scheduler": "booster.execute_pipeline runs the schedule; print(plugin.layout) shows it",
-    "schedule": "booster.execute_pipeline runs the schedule; print(plugin.layout) shows it",
-    "get_checkpoint_io": "booster.save, booster.load, booster.save_model and booster.load_model",
-    "moe_dp_group": "plugin.mesh.group('expert_dp')",
-    "ep_group": "plugin.mesh.group('ep')",
-    "amp_config": "precision and the loss scale are arguments of the plugin",
-    "zero_config": "zero_stage and its options are arguments of the plugin",
-    "ddp_config": "its options are arguments of the plugin",
-}
 _ALONG_TENSOR = ("split_gather", "ring")
 
 
@@ -93,11 +82,6 @@ class HybridParallelPlugin(NativePlugin, PipelinePluginBase):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_arguments(HybridParallelPlugin.__init__, arguments)
         super().__init__(**_as_here(arguments))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _ATTRIBUTES:
-            raise AttributeError(f"{type(self).__name__} has no {name!r} here: {_ATTRIBUTES[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):

@@ -74,6 +74,19 @@ _POLICY_MODULES = {
     "gptj": f"{_POLICIES}.gpt_neox",
 }
 _CHATGLM = "shardformer.modeling.chatglm2_6b"
+_LAYERS = "shardwright.shardformer.layer"
+# Their module -> the layers in it that are offered.
+_LAYER_MODULES = {
+    "dropout": ("DropoutForParallelInput", "DropoutForReplicatedInput"),
+    "embedding": ("Embedding1D", "VocabParallelEmbedding1D"),
+    "linear": ("Linear1D_Col", "Linear1D_Row", "VocabParallelLMHead1D"),
+    "loss": ("cross_entropy_1d",),
+    "normalization": ("FusedLayerNorm", "FusedRMSNorm", "LayerNorm", "RMSNorm"),
+    "parallel_module": ("ParallelModule",),
+    "qkv_fused_linear": (
+        *("FusedLinear1D_Col", "FusedLinear1D_Row", "GPT2FusedLinearConv1D_Col", "GPT2FusedLinearConv1D_Row"),
+    ),
+}
 
 MODULES: dict[str, Home] = {
     "colossalai": {**_LAUNCH, "get_default_parser": "shardwright.cluster:get_default_parser"},
@@ -154,7 +167,11 @@ MODULES: dict[str, Home] = {
     "colossalai.shardformer.shard.shard_config": {"ShardConfig": _SHARD["ShardConfig"]},
     "colossalai.shardformer.shard.sharder": {"ModelSharder": _SHARD["ModelSharder"]},
     "colossalai.shardformer.shard.shardformer": {"ShardFormer": _SHARD["ShardFormer"]},
-    "colossalai.shardformer.layer": "shardwright.shardformer.layer",
+    "colossalai.shardformer.layer": _LAYERS,
+    **{
+        f"colossalai.shardformer.layer.{module}": {name: f"{_LAYERS}:{name}" for name in names}
+        for module, names in _LAYER_MODULES.items()
+    },
     "colossalai.shardformer.policies": {},
     **{f"colossalai.shardformer.policies.{theirs}": ours for theirs, ours in _POLICY_MODULES.items()},
     "colossalai.shardformer.modeling": {},

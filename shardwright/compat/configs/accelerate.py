@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .deepspeed import _WEIGHTS, _offload
-from .found import Found, Rule, Rules, apply, asks, dotted, nothing, one_of, says, to_layout, to_recipe
+from .found import QUIET, Found, Rule, Rules, apply, asks, dotted, nothing, one_of, says, to_layout, to_recipe
 
 _HERE = "torchrun, srun or nproc: start the ranks; machines are the launcher's"
 _LAYERS = "the layers are found in the model"
@@ -66,6 +66,12 @@ def _checkpointing(found: Found, key: str, value: Any) -> None:
         found.recipe["activation_checkpointing"] = True
 
 
+def _recomputed(found: Found, key: str, value: Any) -> None:
+    if asks(value):
+        found.recipe["activation_checkpointing"] = True
+        found.note(key, value, "Megatron's recomputes attention alone, and here it is whole layers: the same numbers")
+
+
 FSDP: dict[str, Rule] = {
     "sharding_strategy": _strategy,
     "reshard_after_forward": _reshard,
@@ -94,7 +100,7 @@ _MEGATRON: dict[str, Rule] = {
     "pp_degree": to_layout("pp_size"),
     "num_micro_batches": to_recipe("gradient_accumulation_steps"),
     "gradient_clipping": to_recipe("max_grad_norm"),
-    "recompute_activations": _checkpointing,
+    "recompute_activations": _recomputed,
     "use_distributed_optimizer": lambda found, key, value: found.layout.update(zero_stage=1) if value else None,
     "sequence_parallelism": lambda found, key, value: (
         found.layout.update(enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather")
@@ -138,6 +144,12 @@ RULES: Rules = {
     "dynamo_config.dynamo_backend": lambda found, key, value: (
         found.layout.update(enable_jit_fused=True) if str(value).lower() == "inductor" else None
     ),
+    "dynamo_config.dynamo_mode": says("layers are compiled in torch's default mode", (*QUIET, "default")),
+    **dict.fromkeys(
+        (f"dynamo_config.dynamo_use_{name}" for name in ("dynamic", "fullgraph", "regional_compilation")),
+        says("layers of one kind are compiled as one graph"),
+    ),
+    "fp8_config": says("fp8_options of the layout has the options of fp8"),
     "deepspeed_config.zero_stage": to_layout("zero_stage"),
     "deepspeed_config.gradient_accumulation_steps": to_recipe("gradient_accumulation_steps"),
     "deepspeed_config.gradient_clipping": to_recipe("max_grad_norm"),
@@ -165,6 +177,9 @@ def read(given: Mapping[str, Any]) -> Found:
         found.layout.setdefault("zero_stage", 3)  # what Accelerate takes where the file says none, here and below
     elif given.get("distributed_type") == "DEEPSPEED" and not dotted(given, "deepspeed_config.deepspeed_config_file"):
         found.layout.setdefault("zero_stage", 2)
+    if "max_grad_norm" not in found.recipe and "megatron_lm_config" not in given:
+        why = "a recipe clips gradients at 1.0, as HuggingFace's Trainer does; say 0 if the script does not clip them"
+        found.note("max_grad_norm", None, why)
     if found.recipe.get("nproc") is not None and any(note.key == "num_machines" for note in found.notes):
         found.recipe.pop("nproc")
     return found

@@ -259,6 +259,7 @@ def _command(text: str) -> Found:
         found.recipe["nproc"] = int(ranks)
     elif ranks is not None:
         found.note("--nproc_per_node", ranks, "no constant; the command is read, not run")
+    _several_machines(_options(words[: max(start, 0)]), found)
     options = _options(words[start + 1 :])
     for name, value in options.items():
         _option(name, value, found)
@@ -277,6 +278,15 @@ def _command(text: str) -> Found:
             "no options such as --plugin 3d --tp 2 were found: give a script, or the command that starts it"
         )
     return found
+
+
+def _several_machines(launcher: Mapping[str, str | None], found: Found) -> None:
+    for name in ("nnodes", "num_nodes", "hostfile", "host"):
+        value = launcher.get(name)
+        if value not in (None, "1"):
+            found.note(f"--{name}", value, "torchrun or srun start the ranks of several machines; nproc is for one")
+            if name in ("nnodes", "num_nodes"):
+                found.recipe.pop("nproc", None)
 
 
 def _options(words: list[str]) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,16 @@ def _power(found: Found, key: str, value: Any) -> None:
 def _betas(found: Found, key: str, value: Any) -> None:
     if value != "auto":
         found.recipe["adam_beta1"], found.recipe["adam_beta2"] = value
+
+
+def _if_enabled(why: str) -> Any:
+    """A section that is off unless it says `enabled`."""
+
+    def read(found: Found, key: str, value: Any) -> None:
+        if not isinstance(value, Mapping) or asks(value.get("enabled", False)):
+            found.note(key, value, why)
+
+    return read
 
 
 def _shared(found: Found, key: str, value: Any) -> None:
@@ -145,6 +156,15 @@ RULES: Rules = {
     "communication_data_type": says("communication_dtype=torch.bfloat16 (a dtype) is an argument of the plugin"),
     "tensorboard.enabled": _tracker,
     "wandb.enabled": _tracker,
+    "flops_profiler": _if_enabled("profile_steps of a recipe, and booster.profile"),
+    "comms_logger": _if_enabled("print(plugin.layout) tells what is sent, booster.profile when"),
+    **{
+        name: _if_enabled("no key that is known here")
+        for name in (
+            *("autotuning", "elasticity", "eigenvalue", "csv_monitor", "comet", "progressive_layer_drop"),
+            *("curriculum_learning", "data_efficiency", "hybrid_engine", "amp"),
+        )
+    },
     "zero_allow_untested_optimizer": nothing,  # no optimizer is refused for being untested
     "wall_clock_breakdown": says("metrics.jsonl has the time of every step"),
 }
@@ -183,7 +203,10 @@ def read(given: Mapping[str, Any]) -> Found:
         for name in ("initial_scale", "growth_interval", "hysteresis", "min_scale"):
             found.layout.pop(name, None)  # only fp16 scales the loss
     _rate_of_schedule(given, found)
-    if dotted(given, "scheduler.type") and dotted(given, "scheduler.params.warmup_type", "log") == "log":
+    if "optimizer" in given and "scheduler" not in given:
+        found.note("scheduler", None, "the script brings one, or the learning rate is constant; say lr_scheduler_type")
+    warms_up = str(dotted(given, "scheduler.type")).startswith("Warmup")
+    if warms_up and dotted(given, "scheduler.params.warmup_type", "log") == "log":
         found.note("scheduler.params.warmup_type", "log", "the learning rate rises linearly")
     if dotted(given, "optimizer.type") == "Adam" and dotted(given, "optimizer.params.adam_w_mode", True) is False:
         found.recipe.pop("optim", None)
@@ -218,6 +241,10 @@ def write(found: Found) -> dict[str, Any]:
     size = layout.pop("tp_size", 1)
     if size > 1:
         out["tensor_parallel"] = {"autotp_size": size}
+    if layout.get("sequence_parallelism_mode") == "all_to_all" and "sp_size" in layout:
+        out["sequence_parallel_size"] = layout.pop("sp_size")
+        for name in ("sequence_parallelism_mode", "enable_sequence_parallelism"):
+            layout.pop(name, None)
     if layout.pop("cpu_offload", False):
         zero["offload_optimizer"] = {"device": "cpu"}
     if "overlap_communication" in layout:
@@ -226,30 +253,22 @@ def write(found: Found) -> dict[str, Any]:
         zero["reduce_bucket_size"] = int(layout.pop("zero_bucket_size_in_m") * 1e6)
     if "zero_group_size" in layout:
         zero["mics_shard_size"] = layout.pop("zero_group_size")
-    if found.precision != "fp32":
-        out[found.precision] = {"enabled": True}
-    scaler = {"growth_interval": "loss_scale_window", "hysteresis": "hysteresis", "min_scale": "min_loss_scale"}
-    for ours, theirs in scaler.items():
-        if ours in layout and found.precision == "fp16":
-            out["fp16"][theirs] = layout.pop(ours)
-    steps = layout.pop("num_microbatches", None) or recipe.pop("gradient_accumulation_steps", None)
+    _write_precision(out, found.precision, layout)
     keys = {
-        "train_micro_batch_size_per_gpu": recipe.pop("per_device_train_batch_size", None),
-        "gradient_accumulation_steps": steps,
+        **_batches(layout, recipe),
         "gradient_clipping": recipe.pop("max_grad_norm", layout.pop("max_norm", None)),
         "steps_per_print": recipe.pop("logging_steps", None),
     }
     out |= {name: value for name, value in keys.items() if value is not None}
-    params = {name: recipe.pop(ours) for name, ours in _PARAMS.items() if ours in recipe}
-    if {"adam_beta1", "adam_beta2"} & set(recipe):
-        params["betas"] = [recipe.pop("adam_beta1", 0.9), recipe.pop("adam_beta2", 0.999)]
-    kind = recipe.pop("optim", None)
-    if params or kind:
-        if kind in (None, "adamw_torch", "adamw_torch_fused", "hybrid_adam", "sgd"):
-            out["optimizer"] = {"type": "SGD" if kind == "sgd" else "AdamW", "params": params}
-        else:
-            found.note("optim", kind, "DeepSpeed has no such optimizer")
-    for name in ("precision", "bf16", "fp16", "gradient_accumulation_steps"):
+    _write_schedule(out, recipe)
+    _write_optimizer(out, recipe, found)
+    trackers = recipe.pop("report_to", [])
+    for name in [trackers] if isinstance(trackers, str) else trackers:
+        if name in ("tensorboard", "wandb"):
+            out[name] = {"enabled": True}
+        elif name != "none":
+            found.note("report_to", name, "no key of DeepSpeed's configuration")
+    for name in ("precision", "bf16", "fp16"):
         layout.pop(name, None)
         recipe.pop(name, None)
     for name, value in layout.items():
@@ -259,4 +278,71 @@ def write(found: Found) -> dict[str, Any]:
     return out
 
 
+def _write_precision(out: dict[str, Any], precision: str, layout: dict[str, Any]) -> None:
+    if precision == "fp32":
+        return
+    section = out[precision] = {"enabled": True}
+    if precision != "fp16":
+        return
+    scaler = {"growth_interval": "loss_scale_window", "hysteresis": "hysteresis", "min_scale": "min_loss_scale"}
+    for ours, theirs in scaler.items():
+        if ours in layout:
+            section[theirs] = layout.pop(ours)
+    power = math.log2(layout.get("initial_scale") or 0.3)
+    if power.is_integer():
+        section["initial_scale_power"] = int(power)
+        layout.pop("initial_scale")
+
+
+def _batches(layout: dict[str, Any], recipe: dict[str, Any]) -> dict[str, int | None]:
+    """Microbatches are batches of accumulation there: of a rank's samples, as many parts as the layout makes."""
+    size, steps = recipe.pop("per_device_train_batch_size", None), recipe.pop("gradient_accumulation_steps", None)
+    count = layout.get("num_microbatches")
+    if size is not None:
+        samples = size * (steps or 1)
+        part = layout.get("microbatch_size")
+        count = count or (samples // part if part and samples % part == 0 else None)
+        if count and samples % count == 0:
+            size, steps = samples // count, count
+            for name in ("num_microbatches", "microbatch_size"):
+                layout.pop(name, None)
+    elif count:
+        steps = layout.pop("num_microbatches")
+        size = layout.pop("microbatch_size", None)
+    return {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": steps}
+
+
+def _write_schedule(out: dict[str, Any], recipe: dict[str, Any]) -> None:
+    """Those that it has, where their steps are known."""
+    kind = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant_with_warmup": "WarmupLR"}.get(
+        recipe.get("lr_scheduler_type", "")
+    )
+    warmup, steps = recipe.get("warmup_steps", 0), recipe.get("max_steps", -1)
+    if kind is None or 0 < warmup < 1 or (steps < 1 and kind != "WarmupLR"):
+        return
+    params: dict[str, Any] = {"warmup_num_steps": int(warmup), "warmup_type": "linear"}
+    if kind == "WarmupCosineLR":
+        params |= {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0}
+    else:
+        params |= {"warmup_min_lr": 0.0, "warmup_max_lr": recipe.get("learning_rate", _TRAINER_RATE)}
+    if kind != "WarmupLR":
+        params["total_num_steps"] = recipe.pop("max_steps")
+    out["scheduler"] = {"type": kind, "params": params}
+    for name in ("lr_scheduler_type", "warmup_steps"):
+        recipe.pop(name, None)
+
+
+def _write_optimizer(out: dict[str, Any], recipe: dict[str, Any], found: Found) -> None:
+    params = {name: recipe.pop(ours) for name, ours in _PARAMS.items() if ours in recipe}
+    if {"adam_beta1", "adam_beta2"} & set(recipe):
+        params["betas"] = [recipe.pop("adam_beta1", 0.9), recipe.pop("adam_beta2", 0.999)]
+    kind = recipe.pop("optim", None)
+    if kind in (None, "adamw_torch", "adamw_torch_fused", "hybrid_adam", "sgd"):
+        if params or kind:
+            out["optimizer"] = {"type": "SGD" if kind == "sgd" else "AdamW", "params": params}
+    else:
+        found.note("optim", kind, "DeepSpeed has no such optimizer")
+
+
 _PARAMS = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+_TRAINER_RATE = 5e-5  # of recipes that do not say it

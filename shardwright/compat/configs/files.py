@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from . import accelerate, colossalai, deepspeed, internlm
+from . import accelerate, colossalai, deepspeed, internlm, legacy_colossalai
 from .found import Found
 
 SOURCES = ("colossalai", "internlm", "deepspeed", "accelerate", "fsdp", "shardwright")
@@ -23,6 +23,8 @@ _DEEPSPEED = (
 
 def read_file(path: Path, source: str | None = None) -> tuple[str, Found]:
     """The framework (found out from the file where `source` is None), and what its configuration comes to."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a configuration in it")
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     try:
@@ -30,11 +32,7 @@ def read_file(path: Path, source: str | None = None) -> tuple[str, Found]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text: a configuration is python, JSON, YAML or a shell script") from None
     if path.suffix == ".py":
-        source = source or ("colossalai" if any(f"{name}(" in text for name in colossalai.PLUGINS) else "internlm")
-        readers = {"colossalai": colossalai.read, "internlm": internlm.read}
-        if source not in readers:
-            raise ValueError(f"{path}: a python file is of colossalai or internlm, not of {source}")
-        return source, readers[source](text, str(path))
+        return _read_python(text, str(path), source)
     if path.suffix in (".sh", ".txt", "") and source in (None, "colossalai"):
         return "colossalai", colossalai.read(text, str(path))
     given = _load(text, path)
@@ -48,6 +46,18 @@ def read_file(path: Path, source: str | None = None) -> tuple[str, Found]:
     if source == "shardwright":
         return source, _recipe(given)
     raise ValueError(f"{path}: configurations of {source} are python files or command lines (.py, .sh)")
+
+
+def _read_python(text: str, file: str, source: str | None) -> tuple[str, Found]:
+    """A script that builds a plugin, or a configuration file of assignments."""
+    if source not in (None, "colossalai", "internlm"):
+        raise ValueError(f"{file}: a python file is of colossalai or internlm, not of {source}")
+    builds = any(f"{name}(" in text for name in colossalai.PLUGINS)
+    if source != "internlm" and builds:
+        return "colossalai", colossalai.read(text, file)
+    if source == "colossalai" or (source is None and legacy_colossalai.is_legacy(text, file)):
+        return "colossalai", legacy_colossalai.read(text, file)
+    return "internlm", internlm.read(text, file)
 
 
 def _load(text: str, path: Path) -> Mapping[str, Any]:

@@ -54,6 +54,7 @@ QUIET: tuple[Any, ...] = (
     None,
     False,
     0,
+    0.0,
     "none",
     "no",
     "false",
@@ -96,6 +97,12 @@ def says(why: str, quiet: tuple[Any, ...] = QUIET) -> Rule:
             found.note(key, value, why)
 
     return read
+
+
+CUDNN: Rules = {
+    "cudnn_benchmark": says("torch.backends.cudnn.benchmark is for a script"),
+    "cudnn_deterministic": says("launch(deterministic=True) is for a script"),
+}  # at the top level of files of Colossal-AI and InternLM
 
 
 def one_of(name: str, values: Mapping[Any, Any], otherwise: str, to: str = "recipe") -> Rule:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from ...plugins.hybrid.config_form import SECTIONS, read_config
-from .found import Found, Rules, apply, each_leaf, nothing, says, to_recipe
+from ...plugins.hybrid.config_form import INNER, SCHEDULES, SECTIONS, TENSOR_MODES, read_config
+from .found import CUDNN, Found, Rules, apply, dotted, each_leaf, nothing, says, to_recipe
 from .statements import read_assignments
 
 _MODEL = "the model of a recipe is a name, a directory or {config: {model_type: ...}} of transformers"
@@ -15,6 +15,13 @@ _DATA = "say data: {path: FILES, text: COLUMN} or {dataset: NAME}"
 _CHECKPOINTS = "save_steps, save_total_limit, output_dir and resume say when and where checkpoints are written"
 _ADAM = "AdamW has one constant beta2"
 _LOSS = "the model's own loss is used"
+_NO_KEY = "no key of the layout"
+
+
+def _evaluated(found: Found, key: str, value: Any) -> None:
+    if value:
+        found.recipe |= {"eval_strategy": "steps", "eval_steps": value}
+
 
 RULES: Rules = {
     "JOB_NAME": to_recipe("run_name"),
@@ -41,12 +48,19 @@ RULES: Rules = {
     "data.train_folder": says(_DATA),
     "data.valid_folder": says("say eval_data: {path: FILES, text: COLUMN}"),
     "data.total_steps": to_recipe("max_steps"),
-    "data.valid_every": to_recipe("eval_steps"),
+    "data.valid_every": _evaluated,
     "data.gradient_accumulation": to_recipe("gradient_accumulation_steps"),
     "data.num_worker": to_recipe("dataloader_num_workers"),
     "data.skip_batches": says("resume goes on at the sample where it stopped"),
     "data.rampup_batch_size": says("all steps have the same batch size"),
+    "data.min_length": says(_DATA),
+    "data.valid_micro_num": says("per_device_eval_batch_size says how many samples an evaluation takes at a time"),
+    "data.empty_cache_and_diag_interval": nothing,
+    "data.diag_outlier_ratio": nothing,
     "monitor": says("report_to, and metrics.jsonl"),
+    "generation": says("shardwright generate writes text with a trained model"),
+    "use_fp32_norm": says("norms compute in the dtype of the model, as transformers has them"),
+    **CUDNN,
     "tensorboard.enable_tb": lambda found, key, value: found.recipe.update(report_to="tensorboard") if value else None,
 }
 
@@ -62,8 +76,8 @@ def read(text: str, file: str) -> Found:
         for section, keys in SECTIONS.items()
         if isinstance(given.get(section), Mapping)
     }
-    reading = read_config(known)
-    found.layout = {
+    reading = read_config(_offered(known, found))
+    found.layout |= {
         name: {key: each for key, each in asdict(value).items() if each is not None} if is_dataclass(value) else value  # type: ignore[arg-type]
         for name, value in reading.arguments.items()
         if name != "dp_size" and value is not None
@@ -93,6 +107,62 @@ def read(text: str, file: str) -> Found:
     return found
 
 
+def _offered(given: Mapping[str, Mapping[str, Any]], found: Found) -> dict[str, dict[str, Any]]:
+    """The sections without what the layout has not, which is noted, or comes to the layout under another name."""
+    offered = {section: dict(keys) for section, keys in given.items()}
+    for where, known in INNER.items():
+        section, _, key = where.partition(".")
+        inner = offered.get(section, {}).get(key)
+        if isinstance(inner, Mapping):
+            for name in [name for name in inner if name not in known]:
+                found.note(f"{where}.{name}", inner[name], _NO_KEY)
+            offered[section][key] = {name: value for name, value in inner.items() if name in known}
+    parallel = offered.get("parallel", {})
+    _tensor(parallel, found)
+    weight = parallel.get("weight")
+    size = weight.get("size") if isinstance(weight, Mapping) else weight
+    if isinstance(size, int) and size > 1:
+        found.note(
+            "parallel.weight", parallel.pop("weight"), f"zero_stage: 3 with zero_group_size: {size} is near to it"
+        )
+    schedule = dotted(parallel, "pipeline.mode")
+    if schedule is not None and str(schedule).lower() not in SCHEDULES:
+        found.note("parallel.pipeline.mode", schedule, f"pp_style has {', '.join(SCHEDULES.values())}")
+        parallel["pipeline"].pop("mode")
+    model = offered.get("model", {})
+    if str(model.get("dtype")).removeprefix("torch.") == "half":
+        model["dtype"] = "torch.float16"
+    elif str(model.get("dtype")).removeprefix("torch.") == "tf32":
+        found.note("model.dtype", model.pop("dtype"), "fp32; TF32 is torch.set_float32_matmul_precision of a script")
+    return offered
+
+
+def _tensor(parallel: dict[str, Any], found: Found) -> None:
+    """Modes of tensor parallelism that bring a split of the sequence with them."""
+    tensor = parallel.get("tensor")
+    if not isinstance(tensor, dict):
+        return
+    mode = str(tensor.get("mode", "none")).lower()
+    if mode in TENSOR_MODES:
+        return
+    size = tensor.pop("size", 1) if mode == "isp" else tensor.get("size", 1)
+    given = tensor.pop("mode")
+    if mode in ("msp", "fsp") and size > 1:
+        parallel.pop("sequence_parallel", None)
+        found.layout |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+    elif mode == "isp" and size > 1:
+        parallel.pop("sequence_parallel", None)
+        found.layout |= {
+            "sp_size": size,
+            "enable_sequence_parallelism": True,
+            "sequence_parallelism_mode": "all_to_all",
+        }
+    elif mode not in ("msp", "fsp", "isp"):
+        found.note("parallel.tensor.mode", given, "layers are sharded in one dimension, as by mtp")
+    if mode == "isp":
+        parallel.pop("tensor")
+
+
 def _rest(given: Mapping[str, Any], found: Found) -> None:
     """What is in no section of the layout."""
     left: dict[str, Any] = {}
@@ -108,7 +178,7 @@ def _rest(given: Mapping[str, Any], found: Found) -> None:
                 found.note("model", dict(keys), _MODEL)
             else:
                 for key, each in each_leaf(keys, f"{section}."):
-                    found.note(key, each, "no key of the layout")
+                    found.note(key, each, _NO_KEY)
         else:
             left[section] = value
     apply(RULES, left, found)

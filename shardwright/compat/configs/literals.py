@@ -74,6 +74,10 @@ class Row(list[Any]):
     fixed = False  # a tuple: += makes another
 
 
+class Module(str):
+    """A name in torch, such as torch.bfloat16, as text; what is called on it is not a method of text."""
+
+
 class Unreadable(Exception):
     """An expression that only running it could tell."""
 
@@ -111,6 +115,8 @@ def finished(value: Any, name: str, unread: list[tuple[str, str]], above: tuple[
             unread.append((name, why))
             return Unknown(why)
         above = (*above, id(value))
+    if isinstance(value, Module):
+        return str(value)
     if isinstance(value, Table):
         found = {key: finished(each, f"{name}.{key}", unread, above) for key, each in value.items()}
         return {key: each for key, each in found.items() if not isinstance(each, Unknown)}
@@ -186,7 +192,7 @@ class Expressions:
     def _attribute(self, node: ast.Attribute) -> Any:
         self.value(node.value)
         text = written(node)
-        return text if text.startswith("torch.") else Unknown(text)  # torch.bfloat16
+        return Module(text) if text.startswith("torch.") else Unknown(text)  # torch.bfloat16
 
     def _row(self, node: ast.List | ast.Tuple | ast.Set) -> Row:
         row = Row()
@@ -232,7 +238,8 @@ class Expressions:
                 ("*" if starred else None, self.value(each.value if isinstance(each, ast.Starred) else each))
             )
         arguments += [(each.arg or "**", self.value(each.value)) for each in node.keywords]
-        if isinstance(function, ast.Attribute) and isinstance(on, Table | Row | str):
+        known = isinstance(on, Table | Row) or (isinstance(on, str) and not isinstance(on, Module))
+        if isinstance(function, ast.Attribute) and known:
             found = self._method(node, on, function.attr, arguments)
         elif written(function) in _COPIES and arguments:
             value = arguments[0][1]

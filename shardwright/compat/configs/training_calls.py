@@ -71,7 +71,7 @@ def read_optimizer(name: str, call: Called, found: Found) -> None:
     for key, value in {**kind.defaults, **given}.items():
         if isinstance(value, Unknown):
             found.note(f"{name}.{key}", value.why, _RUN)
-        elif key in _KEYS and (kind.optim != "sgd" or key == "lr"):
+        elif key in _KEYS:
             found.recipe[_KEYS[key]] = value
         elif key == "betas" and isinstance(value, list) and len(value) == 2:
             found.recipe["adam_beta1"], found.recipe["adam_beta2"] = value

@@ -26,6 +26,8 @@ def write(found: Found, target: str) -> tuple[str, list[Note]]:
 
 def _recipe(found: Found) -> str:
     missing = [line for key, line in _MISSING.items() if key not in found.recipe]
+    if found.recipe.get("eval_strategy", "no") != "no" and "eval_data" not in found.recipe:
+        missing.append("eval_data: {path: held_out.jsonl, text: text}")
     data = found.recipe.get("data")
     if isinstance(data, dict) and not {"path", "dataset", "mix"} & set(data):
         missing.append("data.path or data.dataset, and data.text or data.messages")

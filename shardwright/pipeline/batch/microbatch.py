@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...ops.vocab_mode import concatenated
+from ...utils.objects import parts_of, tensors_within, with_parts
 
 # Names that hold one row per sample in every model, in the order in which they are asked for B.
 _SAMPLE_NAMES = (
@@ -210,6 +211,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collecti
         return type(first)(*(merge_outputs(parts, sizes) for parts in zip(*outputs, strict=True)))
     if isinstance(first, list | tuple):
         return type(first)(merge_outputs(parts, sizes) for parts in zip(*outputs, strict=True))
+    if next(tensors_within(first), None) is not None:  # a dataclass, a cache
+        named = [parts_of(output) or {} for output in outputs]
+        return with_parts(first, {name: merge_outputs([parts[name] for parts in named], sizes) for name in named[0]})
     return first
 
 

@@ -28,7 +28,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.config import HIDDEN, LAYERS, QUERY_HEADS, config_of, first_int, hidden_size, text_config, visited_share
+from ...models.config import (
+    HIDDEN,
+    LAYERS,
+    QUERY_HEADS,
+    config_of,
+    first_int,
+    hidden_size,
+    layer_configs,
+    text_config,
+    visited_share,
+)
 from ..checkpointing import PipelineGradientCheckpointConfig
 from ..planning.placement import Placement
 from .balance import ChainCosts, MemoryBound, balance
@@ -152,25 +162,26 @@ def attention_costs(model: nn.Module, num_units: int, length: int | None) -> lis
     little.
     """
     config = text_config(model)
-    heads, hidden = first_int(config, QUERY_HEADS), first_int(config, HIDDEN)
     is_a_part = config is not config_of(model)  # then the layers may be those of another one, of images for one
-    if length is None or heads is None or hidden is None or (is_a_part and first_int(config, LAYERS) != num_units):
+    if length is None or (is_a_part and first_int(config, LAYERS) != num_units):
         return [0.0] * num_units
-    size = getattr(config, "head_dim", None) or hidden // heads
     kinds = getattr(config, "layer_types", None)
     kinds = kinds if isinstance(kinds, list) and len(kinds) == num_units else ["full_attention"] * num_units
-    window = getattr(config, "sliding_window", None)
-    everywhere = window if "sliding_attention" not in kinds and getattr(config, "use_sliding_window", True) else None
 
-    def keys(kind: str) -> float:
-        """That a token meets on average."""
-        if "linear" in kind:
+    def cost(kind: str, layer: Any) -> float:
+        heads, hidden = first_int(layer, QUERY_HEADS), first_int(layer, HIDDEN)
+        if heads is None or hidden is None or "linear" in kind:
             return 0.0
-        limit = window if kind == "sliding_attention" else everywhere
-        width = min(limit, length) if isinstance(limit, int) else length
-        return width * (1 - width / (2 * length))
+        window = getattr(layer, "sliding_window", None)
+        if kind != "sliding_attention" and (
+            "sliding_attention" in kinds or not getattr(layer, "use_sliding_window", True)
+        ):
+            window = None
+        width = min(window, length) if isinstance(window, int) else length
+        keys = width * (1 - width / (2 * length))  # that a token meets on average
+        return 2 * keys * heads * (getattr(layer, "head_dim", None) or hidden // heads)
 
-    return [2 * keys(kind) * heads * size for kind in kinds]
+    return [cost(kind, layer) for kind, layer in zip(kinds, layer_configs(config, num_units), strict=True)]
 
 
 def sequence_length(batch: Any) -> int | None:

@@ -28,6 +28,7 @@ from ..stage import StagedModel
 from .balance import ChainCosts
 from .bounded_cut import BoundedCut, room_to_wait
 from .partition import chain_costs, given_units, partition_units, sequence_length
+from .stage_check import StageCheck
 from .survey import Survey
 from .surveyor import survey_model
 from .tied import TiedGroup, find_tied_groups
@@ -41,7 +42,7 @@ class CutModel:
     placement    where all stages live
     tied_groups  parameters that several ranks hold: the same list on every rank
     rank         this rank's position in the pipeline
-    loss_check, costs, pp_style, slices   see `CutPlan`
+    loss_check, costs, pp_style, slices, stage_check   see `CutPlan`
     """
 
     staged: StagedModel
@@ -52,6 +53,7 @@ class CutModel:
     costs: ChainCosts | None = None
     pp_style: str = "1f1b"
     slices: SliceRule | None = None
+    stage_check: StageCheck | None = None
 
     @property
     def holds_last_stage(self) -> bool:
@@ -74,6 +76,7 @@ class CutPlan:
     routers        whose logits the last stage collects; None: it collects none
     towers         modules that run for images alone; None where the dry run had no images
     slices         how microbatches are cut along the sequence; None: they are not
+    stage_check    finds out whether stages have what a batch has them read; None with one stage
     """
 
     units: tuple[Unit, ...]
@@ -89,6 +92,7 @@ class CutPlan:
     routers: RouterLogits | None = None
     towers: frozenset[str] | None = None
     slices: SliceRule | None = None
+    stage_check: StageCheck | None = None
 
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
@@ -97,7 +101,15 @@ class CutPlan:
             model, self.units, self.survey, self.stages, held, self.checkpointed[rank], self.routers, self.towers
         )
         return CutModel(
-            staged, self.placement, self.tied_groups, rank, self.loss_check, self.costs, self.pp_style, self.slices
+            staged,
+            self.placement,
+            self.tied_groups,
+            rank,
+            self.loss_check,
+            self.costs,
+            self.pp_style,
+            self.slices,
+            self.stage_check,
         )
 
 
@@ -209,6 +221,7 @@ def plan_cut(
         routers,
         towers,
         slices,
+        StageCheck.of(model, survey, stages, placement),
     )
 
 

@@ -111,13 +111,32 @@ class Survey:
         ]
         return ((ENTRY,), *behind)
 
+    def is_like(self, other: Survey) -> bool:
+        """Whether that is of the same chain, whose units return the same."""
+        return self.units == other.units and all(map(Template.is_like, self.templates, other.templates))
+
+    def reading_besides(self, other: Survey) -> Survey:
+        """With what the same chain reads in another mode, as far as stages can have it without a layer of another one.
+        Where they can be cut is up to `self` alone: `StageCheck` tells what that mode would need besides.
+        """
+        layers = tuple(f"{unit.layer}." for unit in self.units)
+        more = {
+            name for one, two in zip(self.parts, other.parts, strict=False) for name in two.parameters - one.parameters
+        }
+        if not self.is_like(other) or any(name.startswith(layers) for name in more):
+            return self
+        joined, entry = self.joined_by(other), self.entry
+        return replace(
+            joined,
+            joined=self.joined,
+            reasons=self.reasons,
+            entry=entry and (entry.joined_by(other.entry) or entry),
+            accumulated=self.accumulated,
+        )
+
     def joined_by(self, other: Survey) -> Survey:
         """With what another batch has made the same chain read; unchanged where that is another chain."""
-        alike = self.units == other.units and all(
-            one.spec == two.spec and one.others == two.others
-            for one, two in zip(self.templates, other.templates, strict=True)
-        )
-        if not alike:
+        if not self.is_like(other):
             return self
         return replace(
             self,
@@ -159,9 +178,17 @@ class Survey:
 
     def parameters(self, stages: Sequence[range], stage: int) -> set[str]:
         """First names of the parameters of one of `stages`, which are ranges of units."""
-        held = {name for part in self._parts(stages, stage) for name in part.parameters}
+        held = self.parameters_read(stages, stage)
         held |= {name for name, first in self.unread.items() if stage == (0 if first else len(stages) - 1)}
         return held
+
+    def parameters_read(self, stages: Sequence[range], stage: int) -> set[str]:
+        """The same without those that nothing reads."""
+        return {name for part in self._parts(stages, stage) for name in part.parameters}
+
+    def units_read(self, stages: Sequence[range], stage: int) -> set[int]:
+        """Units, and the entry, whose outputs a stage reads."""
+        return {unit for part in self._parts(stages, stage) for unit in part.reads}
 
     def modules(self, stages: Sequence[range], stage: int) -> set[str]:
         """Modules outside the layers whose output a stage reads."""

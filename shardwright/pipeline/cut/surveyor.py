@@ -29,6 +29,7 @@ from ...models.example_inputs import example_batches, takes_more_than_text
 from ...models.known_values import run_knowing
 from ...models.layer_chain import Unit, numbers_by_module, paths_to
 from ...utils import pytree
+from ...utils.objects import tensors_within
 from .atoms import Buffer, Inside, ModuleOutput, Reads, Returned, Weight
 from .attributes import Actor, Kept, Place, Watched
 from .chain import Chain, CutError, OtherOrder, list_of, refuse_own_backward
@@ -54,16 +55,16 @@ def survey_model(
     if chain.towers:
         examples.sort(key=lambda example: -len(_entries(example)))
     failures: list[str] = []
-    ways = [_survey_without_numbers, _survey_knowing]
+    ways = [*_WITHOUT_NUMBERS]
     if not any(parameter.is_meta for parameter in model.parameters()):
-        ways.append(_survey_on_numbers)
+        ways.append(_ON_NUMBERS)
     found: list[Survey] = []
-    for learn in ways:
+    for way in ways:
         for example in examples:
             if found and not _may_tell_more(model, found, example):
                 continue
             try:
-                found.append(_survey(learn, model, chain, example))
+                found.append(_in_both_modes(_survey(way, model, chain, example), way, model))
             except CutError:
                 if not found:
                     raise
@@ -102,13 +103,19 @@ def _together(surveys: Sequence[Survey]) -> Survey:
     return reduce(Survey.joined_by, (survey for survey in surveys if survey is not longest), longest)
 
 
-def _survey(
-    learn: Callable[[nn.Module, list[Unit], Any], Survey], model: nn.Module, chain: Chain, example: Any
-) -> Survey:
+def survey_batch(model: nn.Module, units: Sequence[Unit], batch: Any, training: bool) -> Survey | None:
+    """What `batch` has the chain of `units` read; None where a forward without numbers does not tell."""
+    for way in _WITHOUT_NUMBERS:
+        with suppress(Exception):  # the model's own code: anything can happen without numbers
+            return way.learn(model, [*units], batch, training)
+    return None
+
+
+def _survey(way: _Way, model: nn.Module, chain: Chain, example: Any) -> Survey:
     units = chain.guess
     for _ in range(3):  # in the guessed order, in that of the run, without towers that are torn apart by it
         try:
-            return replace(learn(model, units, example), example=example)
+            return replace(way.learn(model, units, example, way.training), example=example)
         except OtherOrder as other:
             units = chain.as_run(other.units, type(model).__name__)
     raise CutError(
@@ -116,44 +123,63 @@ def _survey(
     )
 
 
-_Call = Callable[[nn.Module, Flows], Any]
-
-
-def _survey_without_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
-    return _survey_copies(model, meta_copy, units, lambda copied, flows: run_dry(copied, example, within=flows))
-
-
-def _survey_knowing(model: nn.Module, units: list[Unit], example: Any) -> Survey:
-    return _survey_copies(model, meta_copy, units, lambda copied, flows: run_knowing(copied, example, within=flows))
-
-
-def _survey_on_numbers(model: nn.Module, units: list[Unit], example: Any) -> Survey:
-    """Survey a copy that shares the weights' memory and nothing else, on real numbers, without dropout."""
-
-    def call(copied: nn.Module, flows: Flows) -> Any:
-        with flows:
-            return call_model(copied, example)
-
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        return _survey_copies(model, weight_sharing_copy, units, call)
-
-
-def _survey_copies(model: nn.Module, copy: Callable[[nn.Module], nn.Module], units: list[Unit], call: _Call) -> Survey:
-    """Survey a copy, and, where its forward changes what modules keep, one that is watched while it does."""
-    copied, shared = copy(model), [*Kept.of(model).owners.values()]
-    before = Kept.of(copied, shared)
-    survey = _Surveyor(copied, units).run(partial(call, copied))
-    changed = before.changed(Kept.of(copied, shared))
-    if not changed:
+def _in_both_modes(survey: Survey, way: _Way, model: nn.Module) -> Survey:
+    """With what the model reads where it evaluates, too (or trains, where `survey` is of an evaluation)."""
+    try:
+        other = way.learn(model, [*survey.units], survey.example, not way.training)
+    except Exception:  # the model's own code
         return survey
-    copied = copy(model)
-    surveyor = _Surveyor(copied, units, changes=changed)
-    survey = surveyor.run(partial(call, copied))
-    before = Kept.of(copied, shared)
-    with suppress(Exception):  # the model's own code
-        call(copied, Flows())
-    again = surveyor.changing(before.changed(Kept.of(copied, shared)))
-    return replace(survey, accumulated=(*survey.accumulated, *again))
+    return survey.reading_besides(other)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a survey is learnt.
+
+    copy      of a model, which runs
+    call      runs it, inside of flows, on an example
+    training  in which mode first
+    """
+
+    copy: Callable[[nn.Module], nn.Module]
+    call: Callable[[nn.Module, Any, Flows], Any]
+    training: bool = True
+
+    def learn(self, model: nn.Module, units: list[Unit], example: Any, training: bool) -> Survey:
+        """Survey a copy, and, where its forward changes what modules keep, one that is watched while it does."""
+
+        def copy() -> nn.Module:
+            copied = self.copy(model)
+            copied.train(training)
+            return copied
+
+        copied, shared = copy(), [*Kept.of(model).owners.values()]
+        before = Kept.of(copied, shared)
+        survey = _Surveyor(copied, units).run(partial(self.call, copied, example))
+        changed = before.changed(Kept.of(copied, shared))
+        if not changed:
+            return survey
+        copied = copy()
+        surveyor = _Surveyor(copied, units, changes=changed)
+        survey = surveyor.run(partial(self.call, copied, example))
+        before = Kept.of(copied, shared)
+        with suppress(Exception):  # the model's own code
+            self.call(copied, example, Flows())
+        again = surveyor.changing(before.changed(Kept.of(copied, shared)))
+        return replace(survey, accumulated=(*survey.accumulated, *again))
+
+
+def _call_on_numbers(copied: nn.Module, example: Any, flows: Flows) -> Any:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), flows:
+        return call_model(copied, example)
+
+
+_WITHOUT_NUMBERS = (
+    _Way(meta_copy, lambda copied, example, flows: run_dry(copied, example, within=flows)),
+    _Way(meta_copy, lambda copied, example, flows: run_knowing(copied, example, within=flows)),
+)
+# On a copy that shares the weights' memory and nothing else, first without dropout.
+_ON_NUMBERS = _Way(weight_sharing_copy, _call_on_numbers, training=False)
 
 
 @dataclass
@@ -241,8 +267,8 @@ class _Surveyor:
         if self.order != list(range(len(self.units))):
             raise OtherOrder([self.units[number] for number in self.order])
         self.watched.note_writes()
-        result = [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)]
-        self.made[len(self.units)] = self.flows.union(result) | self.flows.numbers
+        returned = tensors_within(output, caches=False)  # where each layer puts its own: nobody is given those
+        self.made[len(self.units)] = self.flows.union(returned) | self.flows.numbers
         return self._evaluate(outside, names)
 
     def _is_early(self, number: int) -> bool:
@@ -542,10 +568,3 @@ class _Surveyor:
 
     def _in_layer(self, name: str) -> bool:
         return any(name.startswith(f"{unit.layer}.") for unit in self.units)
-
-
-def _plain(output: Any) -> Any:
-    """Output objects that pytree does not know (outputs of remote code) as the dict of their fields."""
-    if isinstance(output, dict):
-        return dict(output)
-    return output

@@ -22,6 +22,10 @@ class Template:
     written: tuple[bool, ...]  # per tensor, whether the model writes to it later on
     unread: frozenset[int] = frozenset()  # numbers of the tensors that nothing reads, which get no gradient
 
+    def is_like(self, other: Template) -> bool:
+        """Whether both are of the same structure."""
+        return self.spec == other.spec and self.others == other.others
+
     def take_apart(self, output: Any, name: str) -> tuple[list[torch.Tensor], list[bool | int | float]]:
         """Tensors and numbers of `output`, which must have this structure. Other values must be those of the dry
         run.

@@ -62,11 +62,17 @@ class Surroundings:
     def is_watched(self) -> bool:
         """Whether hooks of a script run in the model's forward outside of layers."""
         hooks = ((*module._forward_pre_hooks.values(), *module._forward_hooks.values()) for module in self._outside)
-        return not all(map(_is_own, chain.from_iterable(hooks)))
+        return not all(_is_own(hook) or _asks_for_gradients(hook) for hook in chain.from_iterable(hooks))
 
     def is_hooked(self) -> bool:
         """Whether somebody wants to see the calls of the model itself."""
         return any(module._forward_pre_hooks or module._forward_hooks_always_called for module in self._around)
+
+
+def _asks_for_gradients(hook: Any) -> bool:
+    """What transformers and peft put on embeddings for activation checkpointing, which reads and computes nothing."""
+    library = str(getattr(hook, "__module__", "")).partition(".")[0]
+    return library in ("transformers", "peft") and getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
 def _is_own(hook: Any) -> bool:

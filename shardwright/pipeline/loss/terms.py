@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...ops.vocab_mode import sharded_cross_entropy
 from ...utils import pytree
+from ...utils.objects import tensors_within
 from ..batch.microbatch import OTHER_ROWS, find_batch_dim, items_of
 from .elements import elements_of
 from .facts import (
@@ -163,11 +164,10 @@ class TermWatcher(TorchFunctionMode):
         """From now on what is not understood is not trusted; outputs that nobody has seen have their samples on dim
         0.
         """
-        for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
-            if isinstance(leaf, torch.Tensor):
-                found = self._facts.get(id(leaf))
-                if found is None or found[0]() is not leaf:
-                    self._note(leaf, self._foreign(leaf))
+        for leaf in tensors_within(output):
+            found = self._facts.get(id(leaf))
+            if found is None or found[0]() is not leaf:
+                self._note(leaf, self._foreign(leaf))
         self.trusting = False
 
     def is_sum(self, tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ...utils.argument_types import check_arguments
 from ...utils.arguments import check_call
 from ...utils.device import get_current_device
+from ...utils.errors import counted
 from ...utils.transfer import Parcel, Transfers, transfers_to
 from .dealing import DataParallelSampler, Dealer, DealtStream, SamplerDealer, Share, check_stream, is_stream
 
@@ -252,8 +253,9 @@ def build_dataloader(
         raise ValueError(f"dataset={type(dataset).__name__} has no samples: there is nothing to make batches of")
     if drop_last and samples < num_replicas * batch_size:
         raise ValueError(
-            f"the dataset has {samples} samples and drop_last=True drops all of them: {num_replicas} data-parallel "
-            f"ranks x batch_size={batch_size} need at least {num_replicas * batch_size}; use a smaller batch_size or "
+            f"the dataset has {counted(samples, 'sample')} and drop_last=True drops all of them: {num_replicas} "
+            f"data-parallel ranks x batch_size={batch_size} need at least {num_replicas * batch_size}; use a smaller "
+            "batch_size or "
             "drop_last=False"
         )
     sampler_class: Callable[..., Sampler] = distributed_sampler_cls or DataParallelSampler

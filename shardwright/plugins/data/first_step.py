@@ -106,8 +106,8 @@ class FirstStep:
             tables = exchange_facts({**facts, "place": place_of(self._plugin)})
             raise ValueError(
                 "ranks of one model replica were given different batches in the first step: "
-                f"{named(tables, different[0])}. Ranks that differ in tp or pp only must see the same samples in the "
-                "same order: use plugin.prepare_dataloader or give boost the DataLoader, and seed what is done to "
+                f"{named(tables, different[0])}. Ranks that differ in tp, pp or sp only must see the same samples in "
+                "the same order: use plugin.prepare_dataloader or give boost the DataLoader, and seed what is done to "
                 "samples by plugin.data_parallel[1] instead of the global rank"
             )
 

@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...logging import get_dist_logger
 from ...utils.device import host_device
+from ...utils.errors import counted
 from .dataloader import ShardedDataLoader
 from .dealing import Dealer, DealtBatches, DealtSampler, DealtStream, Share, check_stream, is_stream, length_of
 from .sample_order import SampleOrder, inside, with_generator
@@ -120,7 +121,7 @@ def _no_share(dataloader: Any, ranks: int) -> str:
 
 def _word(dataloader: DataLoader, ranks: int) -> str:
     batches = (f"{ranks} of its batches") + (
-        f" of {dataloader.batch_size} samples" if dataloader.batch_size is not None else ""
+        f" of {counted(dataloader.batch_size, 'sample')}" if dataloader.batch_size is not None else ""
     )
     return (
         f"boost deals the DataLoader out to {ranks} data-parallel ranks: a step takes {batches}, one on each rank. A "
@@ -165,8 +166,8 @@ def _check_not_empty(dataloader: DataLoader, sharded: ShardedDataLoader, ranks: 
         )
         samples = len(dataloader.dataset)  # type: ignore[arg-type]
         raise ValueError(
-            f"dataloader: with {size} and drop_last=True its dataset of {samples} samples gives no batch to each of "
-            f"{ranks} data-parallel ranks; use a smaller batch_size or drop_last=False"
+            f"dataloader: with {size} and drop_last=True its dataset of {counted(samples, 'sample')} gives no batch to "
+            f"each of {ranks} data-parallel ranks; use a smaller batch_size or drop_last=False"
         )
 
 

@@ -12,7 +12,8 @@ from ...utils.errors import nearest
 from ..without_effect import WithoutEffect
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_SCHEDULES = {"1f1b": "1f1b", "zbh1": "zb", "zbv": "zbv", "interleaved": "interleaved", "gpipe": "gpipe"}
+TENSOR_MODES = ("1d", "mtp", "none")
+SCHEDULES = {"1f1b": "1f1b", "zbh1": "zb", "zbv": "zbv", "interleaved": "interleaved", "gpipe": "gpipe"}
 _SECTIONS = ("parallel", "hybrid_zero_optimizer", "model", "data", "grad_scaler")
 
 Flat = dict[str, Any]
@@ -78,12 +79,12 @@ def _to(name: str) -> Callable[[Any, Flat], None]:
     return read
 
 
-def _size(where: str, value: Any, others: Mapping[str, Callable[[Any, Flat], None]], flat: Flat) -> int:
+def _size(where: str, value: Any, flat: Flat) -> int:
     """`value` is the size, or a dict with the size and more."""
     if isinstance(value, Mapping):
         if "size" not in value:
             raise ValueError(f"{where}={dict(value)!r} needs a size, for example {where}=dict(size=2)")
-        _read(where, {key: other for key, other in value.items() if key != "size"}, others, flat)
+        _read(where, {key: other for key, other in value.items() if key != "size"}, _INNER[where], flat)
         value = value["size"]
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{where}={value!r} must be a whole number or a dict with one as size")
@@ -91,7 +92,7 @@ def _size(where: str, value: Any, others: Mapping[str, Callable[[Any, Flat], Non
 
 
 def _zero1(value: Any, flat: Flat) -> None:
-    size = _size("parallel.zero1", value, {"fsdp": _fsdp}, flat)
+    size = _size("parallel.zero1", value, flat)
     if flat.get("zero_stage") == 3:
         flat["zero_group_size"] = size if size > 0 else None
     elif size == 1:
@@ -105,28 +106,29 @@ def _fsdp(value: Any, flat: Flat) -> None:
         flat["zero_stage"] = 3
 
 
-def _tensor(value: Any, flat: Flat) -> None:
-    def mode(name: Any, _: Flat) -> None:
-        if str(name).lower() not in ("1d", "mtp", "none"):
-            raise ValueError(
-                f"parallel.tensor.mode={name!r}: layers are sharded in one dimension here; use mode='1d' (or 'mtp')"
-            )
+def _tensor_mode(name: Any, _: Flat) -> None:
+    if str(name).lower() not in TENSOR_MODES:
+        raise ValueError(
+            f"parallel.tensor.mode={name!r}: layers are sharded in one dimension here; use mode='1d' (or 'mtp')"
+        )
 
-    flat["tp_size"] = _size("parallel.tensor", value, {"mode": mode}, flat)
+
+def _tensor(value: Any, flat: Flat) -> None:
+    flat["tp_size"] = _size("parallel.tensor", value, flat)
+
+
+def _schedule(name: Any, flat: Flat) -> None:
+    known = SCHEDULES.get(str(name).lower())
+    if known is None:
+        raise ValueError(
+            f"parallel.pipeline.mode={name!r} is not one of "
+            f"{', '.join(SCHEDULES)}{nearest(str(name).lower(), SCHEDULES)}"
+        )
+    flat["pp_style"] = known
 
 
 def _pipeline(value: Any, flat: Flat) -> None:
-    def schedule(name: Any, into: Flat) -> None:
-        known = _SCHEDULES.get(str(name).lower())
-        if known is None:
-            raise ValueError(
-                f"parallel.pipeline.mode={name!r} is not one of "
-                f"{', '.join(_SCHEDULES)}{nearest(str(name).lower(), _SCHEDULES)}"
-            )
-        into["pp_style"] = known
-
-    readers = {"interleaved_overlap": _to("overlap_p2p"), "mode": schedule}
-    flat["pp_size"] = _size("parallel.pipeline", value, readers, flat)
+    flat["pp_size"] = _size("parallel.pipeline", value, flat)
 
 
 def _sequence_parallel(value: Any, flat: Flat) -> None:
@@ -134,16 +136,17 @@ def _sequence_parallel(value: Any, flat: Flat) -> None:
         flat["enable_sequence_parallelism"] = True
 
 
+def _idle(key: str) -> Callable[[Any, Flat], None]:
+    def read(wanted: Any, flat: Flat) -> None:
+        if wanted:
+            why = "weight parallelism is off, and is not offered"
+            flat.setdefault(_UNUSED, []).append(WithoutEffect(f"parallel.weight.{key}", wanted, why))
+
+    return read
+
+
 def _weight(value: Any, flat: Flat) -> None:
-    def idle(key: str) -> Callable[[Any, Flat], None]:
-        def read(wanted: Any, into: Flat) -> None:
-            if wanted:
-                why = "weight parallelism is off, and is not offered"
-                into.setdefault(_UNUSED, []).append(WithoutEffect(f"parallel.weight.{key}", wanted, why))
-
-        return read
-
-    if _size("parallel.weight", value, {"overlap": idle("overlap"), "memory_pool": idle("memory_pool")}, flat) > 1:
+    if _size("parallel.weight", value, flat) > 1:
         raise ValueError(
             f"parallel.weight={value!r}: weight parallelism is not offered; use parallel.zero1=dict(size=..., "
             "fsdp=True) for ZeRO-3"
@@ -174,9 +177,9 @@ def _bucket(value: Any, flat: Flat) -> None:
 
 
 def _fp16(value: Any, flat: Flat) -> None:
-    _read(
-        "grad_scaler.fp16", value, {name: _to(name) for name in ("initial_scale", "min_scale", "growth_interval")}, flat
-    )
+    if not isinstance(value, Mapping):
+        raise ValueError(f"grad_scaler.fp16={value!r} must be a dict, such as dict(initial_scale=2**16)")
+    _read("grad_scaler.fp16", value, _INNER["grad_scaler.fp16"], flat)
 
 
 def _settle(flat: Flat) -> Iterator[WithoutEffect]:
@@ -222,4 +225,14 @@ _READERS: dict[str, dict[str, Callable[[Any, Flat], None]]] = {
         "hysteresis": _to("hysteresis"),
     },
 }
+_INNER: dict[str, dict[str, Callable[[Any, Flat], None]]] = {
+    "parallel.zero1": {"fsdp": _fsdp},
+    "parallel.tensor": {"mode": _tensor_mode},
+    "parallel.pipeline": {"interleaved_overlap": _to("overlap_p2p"), "mode": _schedule},
+    "parallel.weight": {"overlap": _idle("overlap"), "memory_pool": _idle("memory_pool")},
+    "grad_scaler.fp16": {name: _to(name) for name in ("initial_scale", "min_scale", "growth_interval")},
+}
 SECTIONS = {section: tuple(readers) for section, readers in _READERS.items()}  # and the keys that each takes
+INNER = {
+    where: tuple(readers) if where == "grad_scaler.fp16" else ("size", *readers) for where, readers in _INNER.items()
+}  # those of keys that are dicts

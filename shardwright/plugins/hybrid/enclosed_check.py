@@ -31,6 +31,7 @@ from ...shardformer.attention_routes import route_attention
 from ...shardformer.layer.parallel_module import native_class
 from ...shardformer.layer.sequence import first_tensor
 from ...shardformer.small_copy import build_small
+from ...utils.errors import said_in_model
 from ...utils.tensors import map_tensors
 from .enclosed_axis import without_caches
 from .layer_axis import ENCLOSED, LayerFacts
@@ -111,7 +112,7 @@ class _Tried:
                 try:
                     found.append(_Ran(batch, _run(made, batch)))
                 except Exception as error:  # of the model's own code, on a batch that was guessed
-                    failures.append(_line(error))
+                    failures.append(said_in_model(error))
                 if len(found) == _MOST_BATCHES:
                     break
             if found:
@@ -144,7 +145,7 @@ class _Tried:
         except CannotSplit:
             raise
         except Exception as error:  # of the model's own code
-            raise CannotSplit(f"its layers cannot be tried by themselves ({_line(error)})") from error
+            raise CannotSplit(f"its layers cannot be tried by themselves ({said_in_model(error)})") from error
 
     def _copy(self) -> nn.Module:
         copied = copy.deepcopy(self.plain)
@@ -167,7 +168,7 @@ class _Tried:
             try:
                 got = _run(model, batch)
             except Exception as error:  # of the model's own code
-                raise CannotSplit(f"with parts of sequences in its layers it fails ({_line(error)})") from error
+                raise CannotSplit(f"with parts of sequences in its layers it fails ({said_in_model(error)})") from error
             same = len(got) == len(expected) and all(map(_is_close, got, expected))
             if not same:
                 raise CannotSplit("with parts of sequences in its layers its outputs are others")
@@ -260,7 +261,3 @@ def _is_close(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape:
         return False
     return torch.allclose(first.double(), second.double(), rtol=1e-6, atol=1e-6, equal_nan=True)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -104,9 +104,7 @@ class LayerAxis(SequenceAxis):
                 f"a batch of type {type(batch).__name__} with sequence_parallelism_mode={self.mode!r}: entries are "
                 "padded by their names; give a dict with input_ids, labels, ..."
             )
-        tokens = _first_of(batch, "input_ids", "inputs_embeds")
-        if tokens is None:
-            raise ValueError("a batch without input_ids or inputs_embeds [batch, length] has no sequences to cut")
+        tokens = self._tokens(batch)
         self._refuse_unshared(batch)
         self._refuse_number(batch)
         self._check_names(batch)
@@ -114,7 +112,7 @@ class LayerAxis(SequenceAxis):
         divided = {name: value for name, value in batch.items() if value is not None}
         if divided.get("position_ids") is None and -length % self._exchange.multiple and self._follows_length():
             divided["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
-        self._pad(divided, _TOKENS if self._decodes else (*_TOKENS, *_LABELS), length)
+        self._pad(divided, _TOKENS if self._decodes else (*_TOKENS, *_LABELS), tokens.shape[0], length)
         self._pad_mask(divided, tokens)
         if self._decodes:
             self._add_decoder_inputs(divided)
@@ -144,16 +142,17 @@ class LayerAxis(SequenceAxis):
                     f"sequence_parallelism_mode={self.mode!r} takes {', '.join(known)} of {self._name}"
                 )
 
-    def _pad(self, batch: dict[str, Any], names: tuple[str, ...], length: int) -> None:
+    def _pad(self, batch: dict[str, Any], names: tuple[str, ...], samples: int, length: int) -> None:
         missing = -length % self._exchange.multiple
         for name in names:
             value = batch.get(name)
             if not isinstance(value, Tensor):
                 continue
-            if value.dim() < 2 or value.shape[1] != length:
+            one = name == "position_ids" and value.shape[:1] == (1,)
+            if value.dim() < 2 or value.shape[1] != length or not (one or value.shape[0] == samples):
                 raise ValueError(
-                    f"entry {name!r} of shape {tuple(value.shape)} does not fit sequences of {length} tokens; give "
-                    f"[batch, {length}, ...]"
+                    f"entry {name!r} of shape {tuple(value.shape)} does not fit {samples} sequences of {length} "
+                    f"tokens; give [{samples}, {length}, ...]"
                 )
             if missing and name == "position_ids":
                 # The last one again: frequencies of some rotary tables follow the greatest position.
@@ -176,10 +175,10 @@ class LayerAxis(SequenceAxis):
                     "documents begin; give rows of such a length"
                 )
             mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-        if mask.dim() != 2 or mask.shape[1] != length:
+        if mask.shape != tokens.shape[:2]:
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)} with split sequences: give the mask of padding "
-                f"[batch, {length}]"
+                f"{list(tokens.shape[:2])}"
             )
         self._refuse_padding_in_front(mask, missing)
         batch["attention_mask"] = pad(mask, (0, missing))
@@ -263,7 +262,7 @@ class LayerAxis(SequenceAxis):
         length, mask = decoder.shape[1], batch.get("decoder_attention_mask")
         if isinstance(mask, Tensor) and mask.shape == decoder.shape[:2]:
             self._refuse_counted_padding(mask, labels, -length % self._exchange.multiple)
-        self._pad(batch, (*_DECODER, *_LABELS), length)
+        self._pad(batch, (*_DECODER, *_LABELS), decoder.shape[0], length)
 
     def _refuse_counted_padding(self, mask: Tensor, labels: Any, missing: int) -> None:
         """Tokens of a decoder that see no other get the mean of all values, where masks are added to scores. Who reads

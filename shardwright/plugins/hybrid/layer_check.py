@@ -29,6 +29,7 @@ from ...shardformer.adapters import has_adapters, native_model
 from ...shardformer.attention_routes import makes_own_masks, route_attention
 from ...shardformer.layer.parallel_module import native_class
 from ...shardformer.small_copy import build_small
+from ...utils.errors import said_in_model
 from .layer_axis import ENCLOSED, LayerAxis, LayerFacts
 from .layer_plan import LayerPlan, Stack
 from .layer_probe import CannotSplit, TokenProbe
@@ -109,7 +110,7 @@ class _Copies:
         except CannotSplit:
             raise
         except Exception as error:
-            raise CannotSplit(f"no small copy of it could be tried ({_line(error)})") from error
+            raise CannotSplit(f"no small copy of it could be tried ({said_in_model(error)})") from error
 
     def facts(self, joined: bool, own_masks: bool, wide: bool) -> LayerFacts:
         self._probe.wide = wide
@@ -122,7 +123,7 @@ class _Copies:
             except CannotSplit:
                 raise
             except Exception as error:  # of the model's own code
-                raise CannotSplit(f"a call with input_ids and labels fails ({_line(error)})") from error
+                raise CannotSplit(f"a call with input_ids and labels fails ({said_in_model(error)})") from error
             exchange = Trial(_MULTIPLE)
             self._apply(plan, exchange)
             causal, failures = self._is_causal(), []
@@ -214,9 +215,9 @@ class _Copies:
         try:
             got = axis.with_own_loss(self._other(**axis.divide(batch)), batch)
         except ValueError as error:
-            raise CannotSplit(_line(error)) from error
+            raise CannotSplit(said_in_model(error)) from error
         except Exception as error:  # of the model's own code
-            raise CannotSplit(f"with parts of sequences in its layers it fails ({_line(error)})") from error
+            raise CannotSplit(f"with parts of sequences in its layers it fails ({said_in_model(error)})") from error
         logits = exchange.gather(got.logits)[:, : expected.logits.shape[1]]
         kept = slice(None) if mask is None or facts.decodes else mask.bool()
         if logits.shape != expected.logits.shape or not _close(logits[kept], expected.logits[kept]):
@@ -232,7 +233,7 @@ class _Copies:
         try:
             got = axis.with_own_loss(self._other(**axis.divide(batch)), batch)
         except Exception as error:  # of the model's own code
-            raise CannotShorten(f"what follows its layers wants whole sequences ({_line(error)})") from error
+            raise CannotShorten(f"what follows its layers wants whole sequences ({said_in_model(error)})") from error
         finally:
             exchange.halves = False
         if got.logits.shape[1] >= batch["labels"].shape[1]:
@@ -258,10 +259,6 @@ def one_ring(lengths: TrueLengths | None = None) -> RingWithMasks:
 
 def _close(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.double(), second.double(), rtol=1e-6, atol=1e-6)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 # From the small copy to the model.

@@ -109,7 +109,9 @@ class Probe:
             calls, times, attended = dict(self._calls), dict(self._times), dict(self._attended)
             plan.stacks = self._in_order(plan.stacks, times)
             for stack in plan.stacks:
-                self._record(next(name for name in stack.layers if name in times))
+                first = next(name for name in stack.layers if name in times)
+                self._require_samples_first(calls[first], self._sizes(stack, stack is plan.stacks[-1]))
+                self._record(first)
                 others = dict(self._calls)
                 self._calls, self._attended = calls, attended
                 walk = _Walk(self, plan, others, self._sizes(stack, stack is plan.stacks[-1]))
@@ -117,6 +119,14 @@ class Probe:
                     if name in times:
                         walk.layer(name)
         return plan
+
+    def _require_samples_first(self, call: Call, sizes: Sizes) -> None:
+        shape = tuple(first_tensor(call.args, call.kwargs).shape)
+        if len(shape) > 2 and shape[0] in sizes.lengths and shape[1] == sizes.samples not in sizes.lengths:
+            raise CannotSplit(
+                f"its layers are given [length, batch, ...], {shape[0]} tokens of {shape[1]} rows, and sequences are "
+                "split in the second dim"
+            )
 
     def _sizes(self, stack: Stack, is_last: bool) -> Sizes:
         raise NotImplementedError

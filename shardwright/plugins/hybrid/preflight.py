@@ -45,6 +45,7 @@ from ...shardformer.small_copy import small_copies
 from ...spec import ParamSpec
 from ...utils.argument_types import is_whole
 from ...utils.device import get_current_device
+from ...utils.errors import counted
 from ...zero.bucket import master_dtype
 from ...zero.entries import Job, check_job, refuse_split
 from ...zero.layout import (
@@ -171,8 +172,8 @@ def _check_job(model: nn.Module, optimizer: Optimizer | None, precision: Precisi
     on_meta = [name for name, param in model.named_parameters() if param.is_meta]
     if on_meta and LazyWeights.of(model) is None:
         raise ValueError(
-            f"model={type(model).__name__} has {len(on_meta)} parameters on the meta device ({on_meta[0]}, ...) that "
-            "nothing can fill; build it inside shardwright.lazy.LazyInitContext(), or on the CPU"
+            f"model={type(model).__name__} has {counted(len(on_meta), 'parameter')} on the meta device ({on_meta[0]}, "
+            "...) that nothing can fill; build it inside shardwright.lazy.LazyInitContext(), or on the CPU"
         )
     return check_job(optimizer, model, precision, placed=not on_meta)
 
@@ -542,8 +543,8 @@ class _Resolver:
             if ratio and not any(any(getattr(layers, what).values()) for layers in self.plan.checkpointed):
                 most = max(map(len, self.plan.stages))
                 found.append(
-                    f"{name}={ratio:g} of at most {most} layers per stage rounds down to none: nothing is recomputed; "
-                    f"{math.ceil(1000 / most) / 1000:g} is the least that has an effect"
+                    f"{name}={ratio:g} of at most {counted(most, 'layer')} per stage rounds down to none: nothing is "
+                    f"recomputed; {math.ceil(1000 / most) / 1000:g} is the least that has an effect"
                 )
         if self.settings.sharding.enable_all_optimization and not self.kernels:
             found.append(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...utils.errors import counted
+
 
 @dataclass(frozen=True)
 class StageShape:
@@ -133,7 +135,9 @@ class ResolvedLayout:
         )
         lines = [
             f"{self.model}: {human(self.parameters)} parameters, {human(self.trained)} of them trained",
-            f"{self.world_size} ranks = {sizes} (outermost first: {', '.join(self.order)}), {self.precision}, {zero}",
+            f"{counted(self.world_size, 'rank')} = {sizes} (outermost first: {', '.join(self.order)}), "
+            f"{self.precision}, "
+            f"{zero}",
             "",
             *self._stage_table(),
             "",
@@ -173,7 +177,8 @@ class ResolvedLayout:
         rows = [(str(stage.stage), str(stage.rank), stage.span, human(stage.parameters)) for stage in self.stages]
         if not any(stage.recomputed + stage.selective for stage in self.stages):
             return table(head, rows)
-        counts = [f"{stage.recomputed} of {len(stage.layers)} layers{stage.in_part}" for stage in self.stages]
+        layers = [counted(len(stage.layers), "layer") for stage in self.stages]
+        counts = [f"{one.recomputed} of {each}{one.in_part}" for one, each in zip(self.stages, layers, strict=True)]
         return table((*head, "recomputed"), [(*row, count) for row, count in zip(rows, counts, strict=True)])
 
     def _schedule(self) -> str:
@@ -190,7 +195,8 @@ class ResolvedLayout:
         cut = f" of {self.num_slices} slices" if sliced else ""
         rank = f", dearest rank {self.rank_imbalance:.2f} x the mean" if several else ""
         return (
-            f"schedule {self.pp_style}: {self.num_microbatches} microbatches{cut}, ideal bubble "
+            f"schedule {self.pp_style}: {counted(self.num_microbatches, 'microbatch', 'microbatches')}{cut}, ideal "
+            "bubble "
             f"{self.bubble:.1%}{deferred}, at most {self.peak_live} "
             f"{'chunks of ' * several}{'slices' if sliced else 'microbatches'} held, dearest stage "
             f"{self.imbalance:.2f} x the mean{rank}"

@@ -130,6 +130,12 @@ def probe_mode(mode: str, model: nn.Module, example: Any = None) -> SequenceFact
     example     a batch, where the user gave one
     """
     native = native_model(model)
+    if not hasattr(getattr(native, "config", None), "get_text_config"):
+        raise ValueError(
+            f"sequence_parallelism_mode={mode!r}: {type(native).__name__} is no model of transformers, and nothing "
+            "tells which of its modules is attention; use zero_stage=3 or gradient checkpointing to save memory, or a "
+            "model of transformers"
+        )
     ways: dict[str, Callable[[], SequenceFacts | LayerFacts]] = {
         "cut before the model": partial(probe_ulysses if mode == "all_to_all" else probe_ring, model),
         "cut before its layers": partial(probe_layers, mode, model),

@@ -115,12 +115,10 @@ class SequenceAxis:
                 f"attention_mask of {batch['attention_mask'].dim()} dims with split sequences: give the mask of "
                 "padding [batch, length], or position_ids that begin again with every document of a packed row"
             )
-        tokens = next((batch[name] for name in _TOKENS if isinstance(batch.get(name), Tensor)), None)
-        if tokens is None or tokens.dim() < 2:
-            raise ValueError(f"a batch without {' or '.join(_TOKENS)} [batch, length] has no sequences to cut")
+        tokens = self._tokens(batch)
         samples, length = tokens.shape[:2]
         self._refuse_unshared(batch)
-        self._refuse_foreign(batch, length)
+        self._refuse_foreign(batch, samples, length)
         missing = -length % self.shares.multiple
         divided: dict[str, Any] = {}
         for name, value in batch.items():
@@ -137,6 +135,19 @@ class SequenceAxis:
         divided["position_ids"] = self._part(self._positions(batch, samples, length, tokens.device), missing, 0)
         divided["attention_mask"] = self._documents(batch, samples, length, missing, tokens.device)
         return divided
+
+    def _tokens(self, batch: Mapping[str, Any]) -> Tensor:
+        """[B, S, ...], of which there are some."""
+        found = ((name, batch[name]) for name in _TOKENS if isinstance(batch.get(name), Tensor))
+        name, tokens = next(((name, value) for name, value in found if value.dim() >= 2), ("", None))
+        if tokens is None:
+            raise ValueError(f"a batch without {' or '.join(_TOKENS)} [batch, length] has no sequences to cut")
+        if not tokens.shape[0] or not tokens.shape[1]:
+            raise ValueError(
+                f"{name} of shape {tuple(tokens.shape)} with sequence_parallelism_mode={self.mode!r}: there is no "
+                "token to compute; leave empty batches out"
+            )
+        return tokens
 
     def _part(self, value: Tensor, missing: int, filler: int) -> Tensor:
         if missing:
@@ -175,7 +186,7 @@ class SequenceAxis:
                 f"on split sequences (sequence_parallelism_mode={self.mode!r}); set it before"
             )
 
-    def _refuse_foreign(self, batch: Mapping[str, Any], length: int) -> None:
+    def _refuse_foreign(self, batch: Mapping[str, Any], samples: int, length: int) -> None:
         for name, value in batch.items():
             if name == "token_type_ids" and value is not None and not self.facts.adds_types:
                 raise ValueError(
@@ -190,6 +201,12 @@ class SequenceAxis:
                     f"entry {name!r} of shape {tuple(value.shape)} cannot be cut along sequences of {length} tokens; "
                     f"sequence_parallelism_mode={self.mode!r} takes {', '.join(_ALONG)}, attention_mask and "
                     "position_ids [batch, length, ...]"
+                )
+            if value.shape[0] != samples and not (name == "position_ids" and value.shape[0] == 1):
+                raise ValueError(
+                    f"entry {name!r} of shape {tuple(value.shape)} in a batch of {samples} with "
+                    f"sequence_parallelism_mode={self.mode!r}: it has other samples than the tokens; give "
+                    f"[{samples}, {length}, ...]"
                 )
 
     def _positions(self, batch: Mapping[str, Any], samples: int, length: int, device: torch.device) -> Tensor:

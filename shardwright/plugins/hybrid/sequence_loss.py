@@ -80,7 +80,7 @@ class SequenceLoss:
         loss = outputs[0] if isinstance(outputs, tuple) else outputs.loss
         counts = self.axis.count(batch, part)
         if counts is not None:
-            mine, whole = (number.to(loss.device) for number in counts)
+            mine, whole = (number.to(loss.device, non_blocking=True) for number in counts)
             share = (mine.double() / whole.double()).to(loss.dtype)
             loss = torch.where(mine > 0, loss, torch.zeros_like(loss)) * share
         loss = cast(Tensor, _AddUp.apply(loss, self._group))

@@ -27,6 +27,7 @@ from ...shardformer.adapters import native_model
 from ...shardformer.attention_routes import route_attention
 from ...shardformer.layer.parallel_module import native_class
 from ...shardformer.small_copy import build_small, take_own_functions
+from ...utils.errors import said_in_model
 from .layer_probe import CannotSplit
 from .sequence_axis import IGNORED, Positions, SequenceFacts
 
@@ -128,14 +129,14 @@ class _Probe:
             try:
                 plain = self._plain()
             except Exception as error:  # of the model's own code
-                raise CannotSplit(f"a call with input_ids alone fails ({_line(error)})") from error
+                raise CannotSplit(f"a call with input_ids alone fails ({said_in_model(error)})") from error
             if not isinstance(getattr(plain, "logits", None), Tensor) or plain.logits.shape[:2] != self._ids.shape:
                 raise CannotSplit("its head gives no logits for every token")
             try:
                 self._at_places()
             except Exception as error:
                 raise CannotSplit(
-                    f"with position_ids, which tell where a part stands, it fails ({_line(error)})"
+                    f"with position_ids, which tell where a part stands, it fails ({said_in_model(error)})"
                 ) from error
             self._words = plain.logits.shape[-1]
             self._compare("tokens in another order", {}, None)
@@ -177,7 +178,7 @@ class _Probe:
         except Exception as error:  # of the model's own code, or of a function that cannot honour what it is asked
             if self._calls() == before:
                 raise CannotSplit(_BY_ITSELF) from error
-            raise CannotSplit(f"with {what} it fails ({_line(error)})") from error
+            raise CannotSplit(f"with {what} it fails ({said_in_model(error)})") from error
         if self._calls() == before:
             raise CannotSplit(_BY_ITSELF)
         if mask is not None:
@@ -259,7 +260,7 @@ class _Probe:
             expected = self._at_places(labels=labels).loss
         except Exception as error:
             raise CannotSplit(
-                f"it takes no label for every token, of which {IGNORED} does not count ({_line(error)})"
+                f"it takes no label for every token, of which {IGNORED} does not count ({said_in_model(error)})"
             ) from error
         for shifts, extra in ((False, {}), (True, {"shift_labels": moved})):
             try:
@@ -297,7 +298,3 @@ class _Probe:
 
 def _are_close(outputs: Any, logits: Tensor) -> bool:
     return torch.allclose(getattr(outputs, "logits", outputs), logits, rtol=1e-6, atol=1e-6)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

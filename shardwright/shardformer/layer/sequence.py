@@ -22,6 +22,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -43,8 +44,14 @@ from .linear import ColumnParallel, RowParallel, is_conv1d
 from .parallel_module import ParallelGroup, ParallelModule, native_class
 
 _GATHERED = "_shardwright_gathered"
-# Arguments of layers that are made for every token before them, and read by no attention (Gemma 4, Zamba, Inkling 2).
-_BY_TOKEN = ("per_layer_input", "original_hidden_states", "block_states")
+# Arguments of layers that are made for every token before them, and read by no attention (Gemma 4, Zamba, Inkling 2,
+# Mllama), and along which dim these have the tokens.
+_BY_TOKEN = {
+    "per_layer_input": 1,
+    "original_hidden_states": 1,
+    "block_states": 1,
+    "full_text_row_masked_out_mask": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,12 @@ class SplitLayer(_InStack):
         sizes = self._sizes
         if sizes is not None:
 
-            def part(x: Tensor) -> Tensor:
-                return split_to_group(x, group, 1, sizes) if x.shape[1] == sum(sizes) else x  # else it is one already
+            def part(x: Tensor, dim: int) -> Tensor:
+                # else it is one already
+                return split_to_group(x, group, dim, sizes) if x.shape[dim] == sum(sizes) else x
 
             for name, place in self.by_token.items():
-                args, kwargs = _with_part(name, place, args, kwargs, part)
+                args, kwargs = _with_part(name, place, args, kwargs, partial(part, dim=_BY_TOKEN[name]))
         if self.draws and self.training and sizes is not None:
             with sharded_rng(group).fork():
                 output = self.run_layer(*args, **kwargs)

@@ -68,8 +68,9 @@ def find(name: str) -> Subject:
         return Subject(known[name])
     if name in {each for _, each in classes} or _is_model_class(transformers, name):
         return Subject(name)
-    near = difflib.get_close_matches(name, [*known, *(each for _, each in classes)], n=4, cutoff=0.5)
-    meant = f" - did you mean {', '.join(map(repr, near))}?" if near else ""
+    names = dict.fromkeys([*known, *(each for _, each in classes)])  # a class may answer for several types
+    near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
+    meant = f" - did you mean {', '.join(map(repr, near))}?" if near else "."
     raise ValueError(
         f"{name!r} is neither a model type nor a model class of transformers {transformers.__version__}, nor a "
         f"directory{meant} A model of your own is given as file.py:function, where the function returns a tiny model "

@@ -81,9 +81,10 @@ class Side:
 
 
 def _has_several_inputs(batch: Batch) -> bool:
-    """Images or sounds, and something beside them."""
+    """Images or sounds, and something beside them; or texts of two kinds."""
     inputs = [value for key, value in batch.items() if isinstance(value, torch.Tensor) and "labels" not in key]
-    return len(inputs) > 1 and any(value.is_floating_point() for value in inputs)
+    texts = [key for key in batch if key.endswith("input_ids") and key != "decoder_input_ids"]
+    return len(texts) > 1 or (len(inputs) > 1 and any(value.is_floating_point() for value in inputs))
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

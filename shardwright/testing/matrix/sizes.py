@@ -45,9 +45,10 @@ _NAMES: tuple[tuple[int | float, str], ...] = (
         "dense_intermediate_size shared_expert_intermediate_size intermediate_size_mlp mlp_dim dff "
         "shared_intermediate_size dim_ff intermediate_dim block_ff_dim ffn_intermediate_size max_position_embeddings "
         "n_positions n_ctx max_seq_len max_seq_length max_target_positions seq_length context_length "
-        "max_sequence_length seq_len mamba_d_ssm d_inner",
+        "max_sequence_length seq_len mamba_d_ssm d_inner max_encoder_position_embeddings "
+        "max_decoder_position_embeddings max_2d_position_embeddings",
     ),
-    (VOCABULARY, "vocab_size padded_vocab_size encoder_hash_byte_group_vocab"),
+    (VOCABULARY, "vocab_size padded_vocab_size src_vocab_size tgt_vocab_size encoder_hash_byte_group_vocab"),
     (
         16,
         "head_dim d_kv kv_channels v_head_dim qk_nope_head_dim index_head_dim mamba_d_state mamba_chunk_size "

@@ -14,7 +14,7 @@ from shardwright.models.verified import FILE, Row, load
 from shardwright.testing.matrix.axes import AXES, GROUPS
 from tests.models.matrix.rows import kinds_of
 
-_LONGEST = 240  # characters of a reason
+_LONGEST = 400  # characters of a reason
 _TRAINING = ("train", "lazy", "lora", "xformers")
 
 

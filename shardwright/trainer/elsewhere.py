@@ -1,0 +1,131 @@
+"""Keys that people know from HuggingFace's trainers, and what to write in a recipe in their place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..compat.configs import accelerate, deepspeed
+
+_LORA = "say lora: {r: ..., lora_alpha: ..., target_modules: ...}"
+_RANKS = "say layout: {tp_size: ..., pp_size: ..., sp_size: ..., zero_stage: ...}"
+_RECOMPUTED = "say activation_checkpointing: true, or layout: {gradient_checkpoint_config: {...}}"
+_SCRIPT = "write a script with shardwright.trainer.Trainer for it"
+_TABLE = {
+    "parallelism_config": _RANKS,
+    **dict.fromkeys(
+        ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), "say layout: {tp_size: N}"
+    ),
+    **dict.fromkeys(
+        ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"), "say layout: {pp_size: N}"
+    ),
+    **dict.fromkeys(("precision", "mixed_precision", "dtype", "torch_dtype"), "say bf16: true or fp16: true"),
+    **dict.fromkeys(("max_norm", "gradient_clipping"), "say max_grad_norm"),
+    "remove_unused_columns": "data names the columns that are read, others are left alone: leave it out",
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss", "train_on_inputs"),
+        "of messages, and of prompt and completion, answers alone are learned: leave it out",
+    ),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantised weights are not trained: leave it out, and say lora"),
+    "torch_compile": "say layout: {enable_jit_fused: true}",
+    "tf32": "call torch.set_float32_matmul_precision in a script of your own, or train with bf16: true",
+    "push_to_hub": "push output_dir/model with huggingface_hub when it is trained",
+    "dataset_name": "say data: {dataset: NAME, split: train, text: COLUMN}",
+    "dataset_text_field": "say data: {text: COLUMN}",
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "cutoff_len"), "say data: {max_length: N}"),
+    **dict.fromkeys(("train_file", "dataset_path", "data_path"), "say data: {path: FILE}"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "say per_device_train_batch_size"),
+    "per_gpu_train_batch_size": "say per_device_train_batch_size",
+    "epochs": "say num_train_epochs",
+    "lr": "say learning_rate",
+    "lr_scheduler_kwargs": "schedules have no options, and fall to 0; " + _SCRIPT,
+    "optim_args": "optimizers have no options but weight_decay and those of AdamW; " + _SCRIPT,
+    "label_smoothing_factor": "the loss is the model's own; " + _SCRIPT,
+    "neftune_noise_alpha": "embeddings get no noise; " + _SCRIPT,
+    "group_by_length": "samples come in an order that seed alone fixes; data: {packing: true} leaves no padding",
+    "data_seed": "say seed, which fixes the order of samples, too",
+    "logging_strategy": "say logging_steps; metrics.jsonl has every step",
+    "logging_dir": "trackers and metrics.jsonl write into output_dir",
+    "logging_first_step": "the first step is always logged",
+    "eval_delay": "evaluations begin with the first eval_steps",
+    "eval_on_start": "evaluations begin with the first eval_steps; in a script Trainer has evaluate_at_ends",
+    "save_only_model": "checkpoints are whole, and the model alone is exported to output_dir/model at the end",
+    "save_safetensors": "models are always written as safetensors; leave it out",
+    "overwrite_output_dir": "name another output_dir, or say resume: true",
+    **dict.fromkeys(("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), _RECOMPUTED),
+    "ddp_find_unused_parameters": "say layout: {find_unused_parameters: true}",
+    "ddp_bucket_cap_mb": "say layout: {ddp_bucket_cap_mb: ...}",
+    "ddp_timeout": "torch's own time limit holds",
+    "do_train": "shardwright train always trains; leave it out",
+    "do_eval": "say eval_strategy: steps or epoch",
+    "early_stopping_threshold": "early_stopping_patience counts evaluations whose loss is not lower at all",
+    "use_cpu": "CUDA_VISIBLE_DEVICES= in the environment hides GPUs",
+    "no_cuda": "CUDA_VISIBLE_DEVICES= in the environment hides GPUs",
+    "auto_find_batch_size": "shardwright plan tells what fits; give per_device_train_batch_size",
+    **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_target_modules"), _LORA),
+}
+_DEEPSPEED = "say layout: {zero_stage: 1, 2 or 3}; `shardwright config ds_config.json` translates the file"
+_NOTHING: tuple[Any, ...] = (None, False, "", "no", [], {})
+
+
+def instead_of(key: str, given: Mapping[str, Any]) -> str | None:
+    """What to write instead of a key of a recipe that has the keys `given`; None where the key is not known at all."""
+    if key in ("fsdp", "fsdp_config"):
+        return _of_fsdp(given)
+    if key == "deepspeed":
+        return _of_deepspeed(given[key])
+    return _TABLE.get(key)
+
+
+def _of_fsdp(given: Mapping[str, Any]) -> str:
+    """The layout that `fsdp`, and `fsdp_config` with it, stand for."""
+    fsdp = given.get("fsdp", True)
+    if fsdp in _NOTHING:
+        return "it asks for nothing; leave it out" + ", and fsdp_config with it" * ("fsdp_config" in given)
+    words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
+    names = {"offload": ("offload_params", True), "auto_wrap": ("auto_wrap_policy", None)}
+    options = dict(names.get(word, ("sharding_strategy", word)) for word in map(str, words) if word.lower() != "true")
+    found = accelerate.read_fsdp({**(_loaded(given.get("fsdp_config")) or {}), **options})
+    unread = [note.key for note in found.notes]
+    without = f"; {', '.join(unread)}: `shardwright config` says why there is no counterpart" if unread else ""
+    return f"say {_written(found.layout, found.recipe)}{without}"
+
+
+def _of_deepspeed(value: Any) -> str:
+    """The layout that DeepSpeed's configuration, or a file with one, stands for."""
+    if value in _NOTHING:
+        return "it asks for nothing; leave it out"
+    config = _loaded(value)
+    if config is None:
+        return _DEEPSPEED
+    try:
+        found = deepspeed.read(config)
+    except ValueError as error:
+        return f"of its configuration, {error}"
+    precision = {name: True for name in ("bf16", "fp16") if found.recipe.get(name)}
+    file = value if isinstance(value, str) and not value.startswith("{") else "ds_config.json"
+    return f"say {_written(found.layout, precision)}; `shardwright config {file}` translates all of the file"
+
+
+def _written(layout: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
+    """Keys of a recipe in one line."""
+    keys = {**({"layout": dict(layout)} if layout else {}), **recipe}
+    lines = [
+        yaml.safe_dump({name: value}, default_flow_style=True, width=10**6).strip()[1:-1]
+        for name, value in keys.items()
+    ]
+    return " and ".join(lines) or "nothing in its place"
+
+
+def _loaded(value: Any) -> Mapping[str, Any] | None:
+    """A configuration, or that of a JSON file; None where there is none that can be read."""
+    try:
+        if isinstance(value, str):
+            value = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, Mapping) else None
