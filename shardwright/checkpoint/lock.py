@@ -106,7 +106,7 @@ def lock(target: Path, whole: bool) -> None:
                 "directory of its own, or end the other first. If that machine has crashed and the file system does "
                 f"not know it yet, remove {directory / NAME}"
             ) from None
-        _say_unlocked(directory, error)
+        _say_unlocked(directory, error, "a job of another machine")
     _own.add(directory)
     _say_holder(descriptor, f"process {os.getpid()} on {socket.gethostname()}, started at {_started(os.getpid())}")
 
@@ -158,9 +158,9 @@ def _started(pid: int) -> str:
 _said: set[Path] = set()
 
 
-def _say_unlocked(directory: Path, error: OSError) -> None:
+def _say_unlocked(directory: Path, error: OSError, whom: str = "another job") -> None:
     if directory not in _said:
         _said.add(directory)
         get_dist_logger().warning(
-            f"{directory / NAME} cannot be locked ({error.strerror}): nothing keeps another job from saving there"
+            f"{directory / NAME} cannot be locked ({error.strerror}): nothing keeps {whom} from saving there"
         )

@@ -38,7 +38,7 @@ class SpikeWatch:
                 f"the loss of step {step} is {loss:g}, more than spike_factor={self.factor:g} times the median of the "
                 f"last {len(self._losses)}, which is {usual:g}"
             )
-        self._losses.append(loss)
+        self._losses.append(float(loss))  # of a `train_step` of the user's it may be another number
 
     def state_dict(self) -> list[float]:
         return list(self._losses)

@@ -96,7 +96,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     claim(tmp_path / "own")
     claim(tmp_path / "own")
     assert [line.partition(" cannot be locked (")[2] for line in said] == [
-        "No locks available): nothing keeps another job from saving there"
+        "No locks available): nothing keeps a job of another machine from saving there"
     ]
     other = _Other(tmp_path / "all", "whole", before=_WITHOUT_LOCKS)
     with pytest.raises(DirectoryTaken, match=f"process {other.process.pid} on"):
