@@ -60,7 +60,7 @@ _TABLE = {
     ),
 }
 _DEEPSPEED = "say layout: {zero_stage: 1, 2 or 3}; `shardwright config ds_config.json` translates the file"
-_NOTHING = (None, False, "", "no", [], {})
+_NOTHING: tuple[Any, ...] = (None, False, "", "no", [], {})
 
 
 def instead_of(key: str, given: Mapping[str, Any]) -> str | None:
