@@ -87,9 +87,15 @@ def _of_fsdp(given: Mapping[str, Any]) -> str:
     if fsdp in _NOTHING:
         return "it asks for nothing; leave it out" + ", and fsdp_config with it" * ("fsdp_config" in given)
     words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
+    config = _loaded(given.get("fsdp_config", {}))
+    if config is None:
+        return f"its configuration {given['fsdp_config']!r:.60} cannot be read; say layout: {{zero_stage: 3}}"
     names = {"offload": ("offload_params", True), "auto_wrap": ("auto_wrap_policy", None)}
     options = dict(names.get(word, ("sharding_strategy", word)) for word in map(str, words) if word.lower() != "true")
-    found = accelerate.read_fsdp({**(_loaded(given.get("fsdp_config")) or {}), **options})
+    try:
+        found = accelerate.read_fsdp({**config, **options})
+    except ValueError as error:
+        return f"of its configuration, {error}"
     unread = [note.key for note in found.notes]
     without = f"; {', '.join(unread)}: `shardwright config` says why there is no counterpart" if unread else ""
     return f"say {_written(found.layout, found.recipe)}{without}"

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -122,7 +122,7 @@ def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
         return
     try:
         with gzip.open(path, "rb") as packed:
-            yield packed
+            yield cast("IO[bytes]", packed)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise RecipeError(f"{path}: this cannot be unpacked by gzip ({error})") from None
 

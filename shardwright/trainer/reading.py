@@ -443,6 +443,10 @@ def _check_mix(key: str, mix: list[Source]) -> None:
         )
     if weights[0] is not None and not sum(weight or 0 for weight in weights):
         raise RecipeError(f"{key}.mix: all weights are 0, so that nothing would be drawn; give one above 0")
+    if weights[0] is not None and len(mix) == 1:
+        raise RecipeError(
+            f"{key}.mix[0].weight={weights[0]:g} is a share among sources, and there is one; leave it out"
+        )
 
 
 def _check_layout(recipe: Recipe) -> None:

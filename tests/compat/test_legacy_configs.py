@@ -116,6 +116,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
         {"max_grad_norm": 0.0},
         ["fp16.mode"],
     ),
+    "sizes that only running tells": (
+        "import os\nparallel = dict(pipeline=int(os.environ['PP']), tensor=dict(size=tp(), mode='1d'))\nfp16 = None\n"
+        "clip_grad_norm = clip()\n",
+        {},
+        {},
+        ["parallel.pipeline", "parallel.tensor.size", "clip_grad_norm"],
+    ),
+    "InternLM, sizes that only running tells": (
+        "parallel = dict(zero1=dict(size=shards()), tensor=dict(size=2, mode='mtp'), pipeline=dict(size=stages()))\n"
+        "hybrid_zero_optimizer = dict(clip_grad_norm=clip())\n",
+        {"tp_size": 2},
+        {},
+        ["parallel.zero1.size", "parallel.pipeline.size", "hybrid_zero_optimizer.clip_grad_norm"],
+    ),
     "2d": (
         "parallel = dict(tensor=dict(size=4, mode='2D'))\nclip_grad_norm = 2.0\n",
         {"tp_size": 4},
@@ -186,6 +200,7 @@ def test_a_file_of_either_is_asked_about(tmp_path: Path, capsys: pytest.CaptureF
 
 
 WRONG = {
+    "parallel = dict(zero1=1, tensor=dict(size='2', mode='isp'))": "parallel.tensor='2' must be a whole number",
     "parallel = dict(pipeline='2')\nfp16 = None": "parallel.pipeline='2' must be a whole number",
     "parallel = 2\nfp16 = None": "parallel=2 must be a dict",
     "clip_grad_norm = 1\nparallel = dict(tensor=dict(mode='1d'))": "parallel.tensor=None must be a whole number",

@@ -35,6 +35,7 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"optim": "adafactor", "adam_beta1": 0.8}, "adam_beta1=0.8, and optim: adafactor does not read it"),
     ({"optim": "sgd", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06, and optim: sgd"),
     ({"warmup_steps": 10.5}, "warmup_steps=10.5 is no whole number of steps"),
+    ({"data": {"mix": [{"path": "a.jsonl", "weight": 3}]}}, "data.mix[0].weight=3 is a share among sources, and there"),
     ({"data": {"path": "a.jsonl", "split": "test"}}, "data.split='test' is of a dataset"),
     ({"data": {"mix": [{"path": "a.jsonl", "name": "x"}]}}, "data.mix[0].name='x' is of a dataset"),
 ]
@@ -99,6 +100,8 @@ ELSEWHERE: list[tuple[dict[str, Any], list[str]]] = [
         {"fsdp_config": WRAP, "fsdp": "full_shard"},
         ["say layout: {zero_stage: 3} and activation_checkpointing: true; transformer_layer_cls_to_wrap: `shardwright"],
     ),
+    ({"fsdp_config": "gone.json"}, ["its configuration 'gone.json' cannot be read; say layout: {zero_stage: 3}"]),
+    ({"fsdp_config": {"reshard_after_forward": "maybe"}}, ["reshard_after_forward: `shardwright config` says why"]),
     ({"fsdp_config": "fsdp.json", "fsdp": True}, ["say layout: {cpu_offload: true, zero_stage: 3}"]),
     ({"deepspeed": "ds.json"}, ["say layout: {zero_stage: 2} and bf16: true; `shardwright config ds.json` translates"]),
     ({"deepspeed": {"zero_optimization": {"stage": 3}}}, ["say layout: {zero_stage: 3}; `shardwright config"]),

@@ -179,6 +179,8 @@ FILES: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a.jsonl", '{"text": "a b"}\n', {"split": 3}, "data.split=3: text is needed"),
     ("a.md", "words", {}, "files that can be read end in"),
     ("a.jsonl.gz", b"", {}, "has no rows"),
+    ("a.jsonl.gz", b"words", {}, "cannot be unpacked by gzip"),
+    ("a.jsonl.zst", b"", {}, "unpack it first"),
     ("a.jsonl", '{"text": "a", "messages": []}\n', {}, "say which one holds the sample"),
     ("a.jsonl", '{"text": "a \\ud800"}\n', {}, "the tokenizer cannot read"),
     ("a.csv", "", {}, "cannot be read as csv"),

@@ -64,7 +64,8 @@ def write_run(folder: Path, steps: int = 40, **recipe: Any) -> Path:
             rows.append({"step": step, "eval_loss": 1.5 + 1 / step})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"learning_rate": 1e-3, "layout": {"pp_size": 2}} | recipe))
-    told = {"facts": {"model": "<Llama>", "parameters": 12345, "total_steps": steps}, "made with": {"torch": "2.13"}}
+    facts = {"run": "<try> 1", "model": "<Llama>", "parameters": 12345, "total_steps": steps}
+    told = {"facts": facts, "made with": {"torch": "2.13"}}
     (folder / "run.json").write_text(json.dumps(told))
     return folder
 
@@ -84,7 +85,15 @@ def test_a_run_is_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert charts == [f"{name} over step" for name in names], "no memory was measured"
     assert sum(tag == "circle" for tag, _ in tags) == 4, "evaluations"
     assert sum(tag == "svg" for tag, _ in tags) == 5 + 2 * 2
-    for words in ("&lt;Llama&gt;", "12,345", "40 of 40 steps", "1f1b, measured", "zb, ideal", "prefers-color-scheme"):
+    for words in (
+        "&lt;try&gt; 1",
+        "&lt;Llama&gt;",
+        "12,345",
+        "40 of 40 steps",
+        "1f1b, measured",
+        "zb, ideal",
+        "prefers-color-scheme",
+    ):
         assert words in text
     assert text.count(">input gradient</span>") == 1, "one legend for all"
 

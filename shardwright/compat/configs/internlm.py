@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def read(text: str, file: str) -> Found:
         for section, keys in SECTIONS.items()
         if isinstance(given.get(section), Mapping)
     }
-    reading = read_config(_offered(known, found))
+    reading = read_config(_offered(known, {name for name, _ in unread}, found))
     found.layout |= {
         name: {key: each for key, each in asdict(value).items() if each is not None} if is_dataclass(value) else value  # type: ignore[arg-type]
         for name, value in reading.arguments.items()
@@ -87,7 +87,7 @@ def read(text: str, file: str) -> Found:
         found.recipe[precision] = True
     if "max_norm" in found.layout:
         found.recipe["max_grad_norm"] = found.layout.pop("max_norm")
-    else:
+    elif not {"hybrid_zero_optimizer", "hybrid_zero_optimizer.clip_grad_norm"} & {name for name, _ in unread}:
         found.recipe["max_grad_norm"] = 0.0  # where it says none it does not clip, other than recipes
     for unused in reading.without_effect:
         if unused.name != "data.micro_bsz":  # which says the batch size of a recipe
@@ -107,13 +107,17 @@ def read(text: str, file: str) -> Found:
     return found
 
 
-def _offered(given: Mapping[str, Mapping[str, Any]], found: Found) -> dict[str, dict[str, Any]]:
-    """The sections without what the layout has not, which is noted, or comes to the layout under another name."""
+def _offered(given: Mapping[str, Mapping[str, Any]], unread: Set[str], found: Found) -> dict[str, dict[str, Any]]:
+    """The sections without what the layout has not, which is noted, or comes to the layout under another name; and
+    without parts whose size is `unread`, so that they say nothing.
+    """
     offered = {section: dict(keys) for section, keys in given.items()}
     for where, known in INNER.items():
         section, _, key = where.partition(".")
         inner = offered.get(section, {}).get(key)
-        if isinstance(inner, Mapping):
+        if isinstance(inner, Mapping) and f"{where}.size" in unread:
+            offered[section].pop(key)
+        elif isinstance(inner, Mapping):
             for name in [name for name in inner if name not in known]:
                 found.note(f"{where}.{name}", inner[name], _NO_KEY)
             offered[section][key] = {name: value for name, value in inner.items() if name in known}
@@ -145,8 +149,9 @@ def _tensor(parallel: dict[str, Any], found: Found) -> None:
     mode = str(tensor.get("mode", "none")).lower()
     if mode in TENSOR_MODES:
         return
-    size = tensor.pop("size", 1) if mode == "isp" else tensor.get("size", 1)
-    given = tensor.pop("mode")
+    size, given = tensor.get("size", 1), tensor.pop("mode")
+    if not isinstance(size, int):
+        return  # read_config says what it must be
     if mode in ("msp", "fsp") and size > 1:
         parallel.pop("sequence_parallel", None)
         found.layout |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}

@@ -180,9 +180,10 @@ def read(text: str, file: str) -> Found:
         constant = name.isupper() and name not in (*_CONSTANTS, "NUM_MICRO_BATCHES")  # noted where it is used
         if not constant and name not in ("fp16.mode", "model.type", "optimizer.type", _STRATEGY):
             found.note(name, expression, "no constant; the file is read, not run: write the value out")
-    found.recipe["max_grad_norm"] = 0.0  # where it says none it does not clip, other than recipes
+    if "clip_grad_norm" not in objects:
+        found.recipe["max_grad_norm"] = 0.0  # where it says none it does not clip, other than recipes
     _precision(given, objects, found)
-    _parallel(given, found)
+    _parallel(given, objects, found)
     _pipeline(given, found)
     optimizer = given.get("optimizer")
     if isinstance(optimizer, Mapping):
@@ -191,7 +192,7 @@ def read(text: str, file: str) -> Found:
         if name.isupper():
             if name in _CONSTANTS:
                 found.note(name, value, f"{_SCRIPT}; say {_CONSTANTS[name]}")
-        elif name != "optimizer" or not isinstance(value, Mapping):
+        elif value is not None and (name != "optimizer" or not isinstance(value, Mapping)):
             apply(RULES, {name: value}, found)
     if not found.recipe.get("fp16"):
         for name in _SCALERS:
@@ -227,15 +228,15 @@ def _precision(given: Mapping[str, Any], objects: Mapping[str, str], found: Foun
         found.note("fp16", fp16, "a mode makes it fp16: true, AMP_TYPE.TORCH, APEX or NAIVE")
 
 
-def _parallel(given: Mapping[str, Any], found: Found) -> None:
+def _parallel(given: Mapping[str, Any], objects: Mapping[str, str], found: Found) -> None:
     parallel = given.get("parallel")
     if parallel is None:
         return
     if not isinstance(parallel, Mapping):
         raise ValueError(f"parallel={parallel!r} must be a dict, such as dict(pipeline=2, tensor=dict(size=2))")
-    if "pipeline" in parallel:
+    if "pipeline" in parallel and "parallel.pipeline.size" not in objects:  # which is noted
         found.layout["pp_size"] = _size("pipeline", parallel["pipeline"], found)
-    if "tensor" not in parallel:
+    if "tensor" not in parallel or "parallel.tensor.size" in objects:
         return
     size = _size("tensor", parallel["tensor"], found)
     mode = str(dotted(parallel, "tensor.mode", "1d") or "1d").lower()
