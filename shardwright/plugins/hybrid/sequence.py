@@ -88,8 +88,8 @@ def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
         )
     if settings.sharding.enable_sequence_overlap:
         raise ValueError(
-            f"enable_sequence_overlap=True belongs to sequence_parallelism_mode='split_gather', not to {mode!r}; leave "
-            "it out"
+            f"enable_sequence_overlap=True belongs to sequence_parallelism_mode='split_gather' or 'ring', not to "
+            f"{mode!r}; leave it out"
         )
     if settings.pipeline.num_sequence_slices > 1:
         raise ValueError(
