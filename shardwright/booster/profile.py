@@ -16,6 +16,7 @@ from ..cluster import job
 from ..logging import get_dist_logger
 from ..pipeline.clocks import ahead_of_first
 from ..utils.device import host_device
+from ..utils.labels import is_profiling
 from ..utils.memory_notes import write_snapshots_to
 from . import traces
 from .traces import MERGED, note_rank, trace_path
@@ -24,6 +25,8 @@ _NOTHING = (
     "booster.profile: {taken} steps were taken, and recording begins behind wait={wait} + warmup={warmup}: there is no "
     "trace. Call profile.step() behind every optimizer.step(), and take at least {least} steps"
 )
+
+_open: Profile | None = None  # the one that is entered
 
 
 class Profile:
@@ -51,6 +54,14 @@ class Profile:
         return self._taken >= self.wait + self.warmup + self.steps
 
     def __enter__(self) -> Self:
+        global _open
+        if _open is not None or is_profiling():  # torch has one profiler per process, and crashes where two record
+            raise ValueError(
+                "booster.profile inside of "
+                + ("another" if _open is not None else "a profiler of torch")
+                + ": one at a time can record a process; leave that `with` block first"
+            )
+        self._taken, self._is_written = 0, False  # entered again, it records anew
         self.directory.mkdir(parents=True, exist_ok=True)
         if _rank() == 0:
             (self.directory / MERGED).unlink(missing_ok=True)
@@ -64,8 +75,9 @@ class Profile:
             on_trace_ready=self._write,
             profile_memory=self._memory,
         )
-        write_snapshots_to(self.directory)
         self._profiler.__enter__()
+        write_snapshots_to(self.directory)
+        _open = self
         return self
 
     def step(self) -> None:
@@ -82,7 +94,8 @@ class Profile:
             self._finish()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        profiler, self._profiler = self._profiler, None
+        global _open
+        profiler, self._profiler, _open = self._profiler, None, None
         profiler.__exit__(kind, error, trace)
         write_snapshots_to(None)
         if kind is None and not self.is_over:  # after an error the other ranks may not come

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ class CompiledAdam:
         for piece in pieces:
             flat = (piece.master, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.weight)
             numbers, is_coupled = _numbers(rule, piece.step, factor), bool(rule.weight_decay) and not rule.decoupled
-            # A single element would have a graph of its own, and modes want to look at every operator.
+            # No element or one would have graphs of their own, and modes want to look at every operator.
             compiles = piece.master.numel() > 1 and current_dispatch_mode() is None
-            function = _compiled() if compiles else _pass
+            function = _compiled(*_kind(piece, skip, is_coupled)) if compiles else _pass
             function(*flat, numbers, skip, is_coupled)
         if skip is not None:
             torch._foreach_sub_(steps, [skip] * len(steps))
@@ -75,6 +76,16 @@ def _pass(
         weight.copy_(w)
 
 
+def _kind(piece: Piece, skip: Tensor | None, is_coupled: bool) -> tuple[Any, ...]:
+    """What a graph is made for, beside lengths."""
+    return piece.grad.dtype, None if piece.weight is None else piece.weight.dtype, skip is None, is_coupled
+
+
 @cache
-def _compiled() -> Any:
-    return torch.compile(_pass, fullgraph=True, dynamic=True, backend=backend)
+def _compiled(*kind: Any) -> Any:
+    """torch compiles a piece of code 8 times and then raises; a process that trains in several precisions needs more.
+    So every kind has code of its own.
+    """
+    code = _pass.__code__.replace(co_name="_pass_of_" + "_".join(map(str, kind)))
+    own = FunctionType(code, _pass.__globals__, code.co_name)
+    return torch.compile(own, fullgraph=True, dynamic=True, backend=backend)

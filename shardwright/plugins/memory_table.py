@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ def tell_of(model: nn.Module, optimizer: OptimizerWrapper | None, plugin: Any) -
 
     def teller(at_failure: AtFailure) -> str:
         model, optimizer = refs[0](), None if refs[1] is None else refs[1]()
-        return "" if model is None else as_text(_name(model), held(model, optimizer), at_failure, plugin)
+        return "" if model is None else as_text(model, held(model, optimizer), at_failure, plugin)
 
     tell_memory_by(model, teller)
 
@@ -76,15 +77,20 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     return total
 
 
-def savings(held: dict[str, int], rest: int | None, reserved: int | None, plugin: Any) -> list[Saving]:
-    """What would help, most first. `rest` is what a step works with."""
+def savings(
+    held: dict[str, int], rest: int | None, reserved: int | None, plugin: Any, recomputes: bool = False
+) -> list[Saving]:
+    """What would help, most first. `rest` is what a step works with.
+
+    recomputes  the model has activation checkpointing of its own on
+    """
     found: list[Saving] = []
     layout = getattr(plugin, "layout", None)
     if layout is not None:
         found += _of_sharding(held, layout)
     if rest:
-        found += _of_activations(rest, layout)
-    if reserved:
+        found += _of_activations(rest, layout, recomputes)
+    if reserved and not _has_expandable_segments():
         found.append(
             Saving(
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
@@ -112,14 +118,19 @@ def _of_sharding(held: dict[str, int], layout: Any) -> Iterator[Saving]:
         yield Saving(f"{name}={doubled}", sum(held.values()) // 2, "at most: the model over twice as many ranks")
 
 
-def _of_activations(rest: int, layout: Any) -> Iterator[Saving]:
+def _has_expandable_segments() -> bool:
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return any("expandable_segments:true" in setting.replace(" ", "").lower() for setting in settings)
+
+
+def _of_activations(rest: int, layout: Any, recomputes: bool) -> Iterator[Saving]:
     number = getattr(layout, "num_microbatches", None)
     if number is not None:
         yield Saving(f"num_microbatches={2 * number}", rest // 2, "microbatches of half as many samples: at most half")
     else:
         yield Saving("half the batch", rest // 2, "at most")
     stages = getattr(layout, "stages", ())
-    if not any(stage.recomputed or stage.selective for stage in stages):
+    if not (recomputes or any(stage.recomputed or stage.selective for stage in stages)):
         yield Saving(
             "gradient_checkpoint_config" if stages else "model.gradient_checkpointing_enable()",
             rest,
@@ -127,8 +138,9 @@ def _of_activations(rest: int, layout: Any) -> Iterator[Saving]:
         )
 
 
-def as_text(name: str, held: dict[str, int], at_failure: AtFailure, plugin: Any) -> str:
+def as_text(model: nn.Module, held: dict[str, int], at_failure: AtFailure, plugin: Any) -> str:
     """The note on the error."""
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     kept, allocated = sum(held.values()), at_failure.allocated
     rest = None if allocated is None else max(allocated - kept, 0)
     rows = [(name, size(amount)) for name, amount in held.items() if amount]
@@ -136,9 +148,9 @@ def as_text(name: str, held: dict[str, int], at_failure: AtFailure, plugin: Any)
         rows.append((REST, size(rest)))
     wanted = "" if at_failure.wanted is None else f" for {size(at_failure.wanted)}"
     in_use = "" if allocated is None else f"; tensors had {size(allocated)}"
-    head = f"{job.this_rank()}, which trains {name}, had no memory{wanted}{in_use}:"
+    head = f"{job.this_rank()}, which trains {_name(model)}, had no memory{wanted}{in_use}:"
     lines = [head, *_indented(table(("held by", "bytes"), rows))]
-    found = [saving for saving in savings(held, rest, at_failure.reserved, plugin) if saving.frees]
+    found = [saving for saving in savings(held, rest, at_failure.reserved, plugin, recomputes) if saving.frees]
     if found:
         rows_of = [(saving.setting, size(saving.frees), saving.how) for saving in found]
         lines += ["what would free how much here, about:", *_indented(table(("setting", "frees", ""), rows_of))]

@@ -14,7 +14,7 @@ from torch import nn
 from shardwright import Booster
 from shardwright.pipeline.runtime import PipelineError
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.plugins.memory_table import GRADIENTS, MASTERS, STATES, WEIGHTS, held
+from shardwright.plugins.memory_table import GRADIENTS, MASTERS, STATES, WEIGHTS, as_text, held
 from shardwright.testing import run_ranks, zoo
 from shardwright.utils import memory_notes
 from shardwright.utils.memory_notes import AtFailure, read_error
@@ -127,6 +127,21 @@ def _of_pipeline(rank: int, world: int) -> str:
     if rank == 1:  # it would wait for what does not come
         return ""
     return "\n".join(_step(booster, model, optimizer, "forward"))
+
+
+def test_what_is_done_already_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    said = as_text(model, held(model, None), read_error(TORCH_SAYS), None)
+    assert setting in said
+    assert "model.gradient_checkpointing_enable()" in said
+    model[0].gradient_checkpointing = True
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True")
+    said = as_text(model, held(model, None), read_error(TORCH_SAYS), None)
+    assert setting not in said
+    assert "gradient_checkpoint" not in said
+    assert "half the batch" in said
 
 
 @pytest.fixture

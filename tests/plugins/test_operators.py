@@ -73,9 +73,22 @@ ON_2_RANKS: list[tuple[dict[str, Any], dict[str, float]]] = [
 ]
 
 
-def batch() -> dict[str, torch.Tensor]:
-    made = zoo.inputs(NAME, batch_size=4, seq_len=16, seed=0)
-    del made["attention_mask"]
+def built(name: str, layers: int, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model of so many layers, and a batch without a mask."""
+    if name == "gemma2":
+        from transformers import Gemma2Config, Gemma2ForCausalLM
+
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            **{**zoo.config(NAME).to_diff_dict(), "num_hidden_layers": layers, "sliding_window": 8, "head_dim": 12}
+        )
+        return Gemma2ForCausalLM(config).to(dtype), batch(NAME, dtype)
+    return zoo.build(name, dtype=dtype, num_hidden_layers=layers), batch(name, dtype)
+
+
+def batch(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    made = zoo.inputs(name, batch_size=4, seq_len=16, seed=0, dtype=dtype)
+    made.pop("attention_mask", None)
     return made
 
 
@@ -85,8 +98,8 @@ def warm(step: Callable[[], None]) -> Counter[str]:
     return Counter({name: number for name, number in counted(step).items() if not name.startswith("profiler")})
 
 
-def by_hand(layers: int, dtype: torch.dtype = torch.float32) -> Counter[str]:
-    model, inputs = zoo.build(NAME, dtype=dtype, num_hidden_layers=layers), batch()
+def by_hand(layers: int, dtype: torch.dtype = torch.float32, name: str = NAME) -> Counter[str]:
+    model, inputs = built(name, layers, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
@@ -97,8 +110,8 @@ def by_hand(layers: int, dtype: torch.dtype = torch.float32) -> Counter[str]:
     return warm(step)
 
 
-def by_plugin(layers: int, options: dict[str, Any], pipeline: bool) -> Counter[str]:
-    model, inputs = zoo.build(NAME, dtype=torch.float32, num_hidden_layers=layers), batch()
+def by_plugin(layers: int, options: dict[str, Any], pipeline: bool, name: str = NAME) -> Counter[str]:
+    model, inputs = built(name, layers, torch.float32)
     booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", **options}))
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
 
@@ -113,10 +126,10 @@ def by_plugin(layers: int, options: dict[str, Any], pipeline: bool) -> Counter[s
     return warm(step)
 
 
-def in_layers(options: dict[str, Any], pipeline: bool, hand: dict[str, float]) -> dict[str, float]:
+def in_layers(options: dict[str, Any], pipeline: bool, hand: dict[str, float], name: str = NAME) -> dict[str, float]:
     """What a layer, computed once per microbatch, has more than one of the loop."""
     stages, microbatches = options.get("pp_size", 1), options.get("num_microbatches", 1)
-    fewer, more = (by_plugin(layers * stages, options, pipeline) for layers in (2, 4))
+    fewer, more = (by_plugin(layers * stages, options, pipeline, name) for layers in (2, 4))
     wanted = {name: number * microbatches for name, number in hand.items()}
     return more_than(per_layer(fewer, more, 2), wanted)
 
@@ -143,6 +156,24 @@ def test_layers_have_what_their_collectives_need() -> None:
     for found, _ in results:
         for (options, expected), more in zip(ON_2_RANKS, found, strict=True):
             assert more == expected, options
+
+
+OTHERS = ("gemma2", "opt-causal-lm", "vit-image-classification")
+
+
+def of_others(rank: int, world: int, cases: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, list[Any]]:
+    """By model, what a layer has more than one of the loop, in each case."""
+    found = {}
+    for name in names:
+        hand = per_layer(by_hand(2, name=name), by_hand(4, name=name), 2)
+        found[name] = [in_layers(options, "num_microbatches" in options, hand, name) for options in cases]
+    return found
+
+
+def test_nothing_is_added_to_layers_of_other_families() -> None:
+    cases: list[dict[str, Any]] = [{}, {"num_microbatches": 2}, {"zero_stage": 1, "max_norm": 1.0}]
+    [found] = run_ranks(of_others, 1, cases, OTHERS, timeout=120)
+    assert found == {name: [{}, {}, {}] for name in OTHERS}
 
 
 @pytest.mark.sweep

@@ -193,3 +193,38 @@ def test_labels_cost_nothing_and_show_nothing_where_nobody_looks() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, label("all"):
         assert twice(3) == 6
     assert {event.name for event in profiler.events()} >= {"all", "number 3"}
+
+
+def test_a_profile_is_entered_again(tmp_path: Path) -> None:
+    """It had deleted its traces then, and recorded none."""
+    profile = Booster(plugin=None).profile(tmp_path, steps=1, wait=0, warmup=0)
+    for number in (3, 5):
+        with profile:
+            for _ in range(2):
+                with label(f"turn {number}"):
+                    torch.ones(number)
+                profile.step()
+        names = _names(json.loads((tmp_path / MERGED).read_text())["traceEvents"])
+        assert {name for name in names if name.startswith("turn")} == {f"turn {number}"}
+
+
+def test_one_profile_at_a_time(tmp_path: Path) -> None:
+    """torch crashes where the outer one is written."""
+    booster = Booster(plugin=None)
+    inner = booster.profile(tmp_path / "inner")
+    with booster.profile(tmp_path / "outer", steps=1, wait=0, warmup=0) as outer:
+        for profile in (inner, outer):
+            with pytest.raises(ValueError, match=r"booster\.profile inside of another: .* leave that"), profile:
+                pass
+        torch.ones(2)
+        outer.step()
+    assert (tmp_path / "outer" / MERGED).is_file()
+    assert not (tmp_path / "inner").exists()
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(ValueError, match="inside of a profiler of torch"),
+        inner,
+    ):
+        pass
+    with inner:
+        inner.step()
