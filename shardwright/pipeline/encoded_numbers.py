@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+
+from ..utils.pytree import tree_leaves
+
+
+def numbers_in(value: Any) -> list[bool | int | float]:
+    """Those among the leaves of a value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, bool | int | float)]
 
 
 def encode(numbers: Sequence[bool | int | float], device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 In one process what made them has no gradient then, and optimizers leave it alone; zeros in its place would have it
 decay. So the stage before is told, by a number for each tensor behind the gradients, which it has to read and therefore
 to wait for: with the first message of a kind (batches with the same entries, of any lengths), and with each where
-messages are not taken to be alike. A single tensor is read, or the whole backward is for nothing.
+messages are not taken to be alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SilentTensors:
         """What goes back for received tensors. ValueError where one is read that was said to be not."""
         silent = tuple(leaf.grad is None for leaf in leaves)
         back = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
-        if len(leaves) < 2:
+        if not leaves:
             return back
         if always or kind not in self._told:
             self._told[kind] = silent
@@ -49,7 +49,7 @@ class SilentTensors:
 
     def expected(self, kind: Hashable, metas: Sequence[TensorMeta], always: bool) -> list[TensorMeta]:
         """What the next stage sends for tensors that were sent to it."""
-        if len(metas) < 2 or (kind in self._asked and not always):
+        if not metas or (kind in self._asked and not always):
             return list(metas)
         self._asked.add(kind)
         return [*metas, TensorMeta((len(metas),), torch.uint8, False)]

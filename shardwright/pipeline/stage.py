@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from .batch.step_inputs import StepInputs
 from .checkpointing import Recomputation, run_checkpointed, run_selectively
 from .cut.entry import ENTRY
 from .cut.survey import Survey
-from .encoded_numbers import decode, encode
+from .encoded_numbers import decode, encode, numbers_in
 from .handover import Handover
 from .hoisting.layer_calls import LayerCalls
 from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
@@ -227,7 +227,7 @@ class StagedModel:
             run.router_logits = dict(enumerate(received[:passed])) if received is not None else {}
             received = received[passed:] if received is not None else None
         if self.survey is not None:
-            run.received = self._unpack(received, units.start)
+            run.received, run.numbers = self._unpack(received, units.start)
             run.templates = self._templates
             run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
         return run
@@ -346,47 +346,56 @@ class StagedModel:
         return self.model(batch, **defaults)
 
     def _pack(self, run: StageRun) -> Payload:
-        """Tensors of every unit's output that is read behind the stage, units ascending; last all their numbers, if
-        there are any. Before them the logits of all routers so far.
+        """Tensors of every unit's output that is read behind the stage, units ascending; last the numbers that units so
+        far have returned, if there are any. Before them the logits of all routers so far.
 
         Numbers travel as a tensor, since what is not data is sent only with the first message of a shape. Reading them
         again waits for the device, which layers that return numbers have done themselves if they computed these on it.
         """
         assert self.survey is not None
         tensors: list[torch.Tensor] = []
-        numbers: list[bool | int | float] = []
         for unit in self.survey.boundary(run.high):
             template = self.survey.template(unit)
             if unit in run.outputs or unit in run.received:
                 output = run.outputs[unit] if unit in run.outputs else run.received[unit]
-                more, values = template.take_apart(output, self.units[unit].gate)
+                more = template.take_apart(output, self.units[unit].gate)
             else:  # the batch does not reach the unit
-                more, values = nothing_of(template, self._own_param())
+                more = nothing_of(template, self._own_param())
             tensors += more if is_nothing(more) else self.handover.sent(unit, more)
-            numbers += values
+        # those of layers that were called by themselves, or not at all, are those of the dry run
+        numbers = [
+            number
+            for unit in self.survey.numbered(run.high)
+            for number in run.numbers.get(unit, self.survey.template(unit).numbers)
+        ]
         if numbers:
             tensors.append(encode(numbers, next((tensor.device for tensor in tensors), torch.device("cpu"))))
         if run.router_logits is not None:
             tensors[:0] = [logits for _, logits in sorted(run.router_logits.items())]
         return tuple(tensor.contiguous() for tensor in tensors)
 
-    def _unpack(self, received: Payload | None, position: int) -> dict[int, Any]:
+    def _unpack(
+        self, received: Payload | None, position: int
+    ) -> tuple[dict[int, Any], dict[int, list[bool | int | float]]]:
+        """By unit what it has returned, and the numbers in what units have that is not here."""
         assert self.survey is not None
         if received is None:
-            return {}
+            return {}, {}
         templates = {unit: self.survey.template(unit) for unit in self.survey.boundary(position)}
-        numbers: list[bool | int | float] = []
-        if any(template.num_numbers for template in templates.values()):
+        numbers: dict[int, list[bool | int | float]] = {}
+        if numbered := self.survey.numbered(position):
             *tensors, encoded = received
-            received, numbers = tuple(tensors), decode(encoded)
-        found, start, used = {}, 0, 0
+            values = iter(decode(encoded))
+            received = tuple(tensors)
+            numbers = {unit: [*islice(values, self.survey.template(unit).num_numbers)] for unit in numbered}
+        found, start = {}, 0
         for unit, template in templates.items():
             whole: Sequence[torch.Tensor] = received[start : start + template.num_tensors]
             whole = whole if is_nothing(whole) else self.handover.received(unit, whole)
-            found[unit] = template.build(whole, numbers[used : used + template.num_numbers])
-            start, used = start + template.num_tensors, used + template.num_numbers
+            found[unit] = template.build(whole, numbers.get(unit, ()))
+            start += template.num_tensors
         assert start == len(received), (start, len(received))
-        return found
+        return found, numbers
 
     def _root_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.current is None:
@@ -474,6 +483,8 @@ class StagedModel:
                 output = run.output_before(index)
             if not is_gate or not run.in_model:
                 return output
+            if is_here and index in run.templates and run.templates[index].num_numbers:
+                run.numbers[index] = numbers_in(output)
             if index in run.wanted and is_here:
                 run.outputs[index] = output if index == run.high - 1 else run.templates[index].apart(output)
             if index == run.high - 1:

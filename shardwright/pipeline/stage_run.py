@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..utils.tensors import map_tensors
 from .applications import Applications
 from .cut.template import Template
-from .hoisting.layer_trace import Trace
+from .hoisting.layer_trace import Trace, tensors_of
 from .hoisting.reads import Watch
 from .stubs import absent_like
 
@@ -34,6 +34,7 @@ class StageRun:
     # unit of the stage, or entry -> its output, where a later stage reads it
     outputs: dict[int, Any] = field(default_factory=dict)
     wanted: frozenset[int] = frozenset()
+    numbers: dict[int, list[bool | int | float]] = field(default_factory=dict)  # that units so far have returned
     # by their number, of the layers so far; None: nobody collects them
     router_logits: dict[int, torch.Tensor] | None = None
     enter_tail: Callable[[Any], None] | None = None
@@ -55,6 +56,9 @@ class StageRun:
             return self.templates[unit].apart(self.received[unit])
         if known not in self.absent:
             self.absent[known] = map_tensors(absent_like, self.received[known])
+        absent = self.absent[known]
+        if unit in self.numbers and self.templates[unit].num_tensors == self.templates[known].num_tensors:
+            absent = replace(self.templates[unit], unread=frozenset()).build(tensors_of(absent), self.numbers[unit])
         # What the model writes to the outputs of several layers must not meet in one tensor.
         is_written = any((*self.templates[known].written, *self.templates[unit].written))
-        return map_tensors(torch.Tensor.clone, self.absent[known]) if is_written else self.absent[known]
+        return map_tensors(torch.Tensor.clone, absent) if is_written else absent

@@ -62,6 +62,8 @@ class Step:
     def merged_outputs(self, loss: torch.Tensor | None) -> Any:
         sizes = [batch_size(microbatch) for microbatch in self.microbatches]
         merged = merge_outputs([self.outputs[index] for index in range(len(sizes))], sizes, self.loss.summed_entries)
+        if not self.loss.is_outputs_own:
+            loss = None
         if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):
             merged["loss"] = loss
         elif loss is not None and isinstance((parts_of(merged) or {}).get("loss"), torch.Tensor):

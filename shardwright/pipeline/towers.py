@@ -76,10 +76,9 @@ class Towers:
         return any(place < 0 or self._lists[place] != last for place in places)
 
 
-def nothing_of(template: Template, like: torch.Tensor) -> tuple[list[torch.Tensor], list[bool | int | float]]:
-    """In place of the tensors and numbers of an output that there is none of."""
-    nothing = torch.zeros(0, dtype=like.dtype, device=like.device)
-    return [nothing] * template.num_tensors, [0] * template.num_numbers
+def nothing_of(template: Template, like: torch.Tensor) -> list[torch.Tensor]:
+    """In place of the tensors of an output that there is none of."""
+    return [torch.zeros(0, dtype=like.dtype, device=like.device)] * template.num_tensors
 
 
 def is_nothing(tensors: Sequence[torch.Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -202,6 +203,24 @@ class InputInPlace(Net):
         return x + first
 
 
+@dataclass
+class State:
+    x: Tensor
+
+
+class Objects(Net):
+    class block(Block):
+        def forward(self, x: Any, beside: Any = None) -> Any:
+            return State(super().forward(x.x))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        state = State(self.words(input_ids))
+        for layer in self.layers:
+            state = layer(state)
+        logits = self.head(state.x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
 # Net -> what its refusal says.
 REFUSED: dict[type[Net], str] = {
     History: r"layers\.0 changes the list that it gets as its argument number 2, and layers\.2 reads it",
@@ -214,6 +233,7 @@ REFUSED: dict[type[Net], str] = {
     TensorKept: r"what lies behind the layers writes to mean, which layers\.0 reads",
     FrozenWritten: r"what lies behind the layers writes to mean, which layers\.0 reads",
     SharedStatistics: r"layers\.\d writes to statistics\.running_mean, which layers\.\d reads",
+    Objects: r"layers\.0 returns a State with tensors in it, and between pipeline stages travel tensors, alone",
     InputInPlace: r"layers\.1 writes in place to a tensor that it has not made, and what lies behind the layers reads",
 }
 
@@ -350,9 +370,32 @@ class WritesAside(Net):
         return x + first if number == 3 else x
 
 
+class Numbers(Net):
+    """Layers return numbers, which the model adds up."""
+
+    class block(Block):
+        def forward(self, x: Tensor, beside: Any = None) -> Any:
+            return super().forward(x), 0.5 + self.number
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x, total = self.words(input_ids), 0.0
+        for layer in self.layers:
+            x, number = layer(x)
+            total += number
+        logits = self.head(x * (1 + total))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Detached(Net):
+    """Layers in front get no gradient, so that an optimizer leaves them alone."""
+
+    def between(self, x: Tensor, number: int, first: Tensor, beside: Any) -> Tensor:
+        return x.detach() if number == 1 else x
+
+
 RIGHT: tuple[type[Net], ...] = (
     *(WrittenBetween, DataWrite, ViewWrite, KeptBefore, DataRead, Mapped, NumberRead, ShapeRead, NoGradient),
-    *(WritesAside, ListRead, HooksRead),
+    *(WritesAside, ListRead, HooksRead, Numbers, Detached),
 )
 
 

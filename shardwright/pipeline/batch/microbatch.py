@@ -11,7 +11,7 @@ B is the number of samples of the batch. Which dimension of a tensor counts samp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ GRIDS = {
     "video_grid_thw": ("pixel_values_videos", "video_token_id"),
 }
 PATCHES = tuple(patches for patches, _ in GRIDS.values())
+
+_DEEPEST = 8  # places in outputs
 
 OTHER_ROWS = -1  # in place of a dim: rows that are neither one per sample nor one for all (patches of images, say)
 
@@ -154,8 +156,11 @@ def split_batch(batch: Batch, num_microbatches: int | None = None, microbatch_si
     make autograd reject what it has saved of the others.
     """
     samples, dims = split_dims(batch)
+    sizes = microbatch_sizes(samples, num_microbatches, microbatch_size)
+    for key, value in items_of(batch) if len(sizes) > 1 else ():
+        _refuse_nested(key, value, samples)
     microbatches, start = [], 0
-    for size in microbatch_sizes(samples, num_microbatches, microbatch_size):
+    for size in sizes:
         entries = {}
         for key, value in items_of(batch):
             dim = dims[key]
@@ -163,6 +168,19 @@ def split_batch(batch: Batch, num_microbatches: int | None = None, microbatch_si
         microbatches.append(like(batch, entries))
         start += size
     return microbatches
+
+
+def _refuse_nested(key: Any, value: Any, samples: int) -> None:
+    if isinstance(value, torch.Tensor):
+        return
+    for tensor in tensors_within(value):
+        if tensor.dim() and tensor.shape[0] == samples > 1:
+            raise ValueError(
+                f"the batch cannot be split into microbatches: {_label(key)} is a {type(value).__name__} with a tensor "
+                f"of shape {tuple(tensor.shape)} in it, and each of the {samples} samples has a row there; only "
+                "tensors that are entries themselves are split. Give it as one, or let the iterator give the "
+                "microbatches: shardwright.Microbatches([first, second, ...])"
+            )
 
 
 def shared_entries(microbatches: Sequence[Batch]) -> frozenset[Any]:
@@ -186,34 +204,52 @@ def like(batch: Batch, entries: dict[Any, Any]) -> Batch:
     return entries[None]
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collection[str] = ()) -> Any:
+Path = tuple[Any, ...]  # keys, places and names that lead to something within outputs
+
+
+def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor of what a model returned, as `merge_outputs` finds it."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif len(path) < _DEEPEST:
+        if isinstance(value, Mapping):
+            parts: Any = value.items()
+        elif isinstance(value, list | tuple):
+            parts = enumerate(value)
+        else:
+            parts = (parts_of(value) or {}).items()
+        for key, part in parts:
+            yield from tensors_by_path(part, (*path, key))
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collection[Path] = (), path: Path = ()) -> Any:
     """What the model would have returned for the whole batch, from its returns for microbatches of `sizes` samples.
 
     Tensors are concatenated on the dim that counts samples: the only dim in which microbatches of unequal sizes differ,
     else dim 0. Tensors that differ in another dim as well (sequences that the model cut per microbatch) stay a list,
-    one per microbatch. 0-d tensors become their mean weighted by samples, or their sum where they are entries named in
-    `summed` (losses that are parts of the whole batch's already); other values are those of the first microbatch.
+    one per microbatch. 0-d tensors become their mean weighted by samples, or their sum where `summed` has their paths
+    (losses that are parts of the whole batch's already); other values are those of the first microbatch.
     """
     first = outputs[0]
     if len(outputs) == 1:
         return first
     if isinstance(first, torch.Tensor):
+        if path in summed:
+            return torch.stack([_exact(output) for output in outputs]).sum()
         return _merge_tensors(outputs, sizes)
     if isinstance(first, Mapping):
-        merged = {
-            key: torch.stack([_exact(output[key]) for output in outputs]).sum()
-            if key in summed
-            else merge_outputs([o[key] for o in outputs], sizes)
-            for key in first
-        }
+        merged = {key: merge_outputs([o[key] for o in outputs], sizes, summed, (*path, key)) for key in first}
         return type(first)(**merged) if type(first) is not dict else merged
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(merge_outputs(parts, sizes) for parts in zip(*outputs, strict=True)))
+        places = enumerate(zip(*outputs, strict=True))
+        return type(first)(*(merge_outputs(parts, sizes, summed, (*path, place)) for place, parts in places))
     if isinstance(first, list | tuple):
-        return type(first)(merge_outputs(parts, sizes) for parts in zip(*outputs, strict=True))
+        places = enumerate(zip(*outputs, strict=True))
+        return type(first)(merge_outputs(parts, sizes, summed, (*path, place)) for place, parts in places)
     if next(tensors_within(first), None) is not None:  # a dataclass, a cache
         named = [parts_of(output) or {} for output in outputs]
-        return with_parts(first, {name: merge_outputs([parts[name] for parts in named], sizes) for name in named[0]})
+        parts = {name: merge_outputs([one[name] for one in named], sizes, summed, (*path, name)) for name in named[0]}
+        return with_parts(first, parts)
     return first
 
 

@@ -13,12 +13,14 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from ...models.layer_chain import Unit, applied, are_shared, find_units, layer_lists
+from ...utils.objects import is_cache, tensors_within
 
 
 def list_of(unit: Unit) -> str:
@@ -110,6 +112,17 @@ def refuse_own_backward(name: str) -> None:
                 "all of them in one piece; use pp_size=1"
             )
         frame = frame.f_back
+
+
+def refuse_objects(gate: str, leaves: Sequence[Any]) -> None:
+    """`CutError` where what a layer returned has tensors in objects, which do not travel."""
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) and not is_cache(leaf) and any(True for _ in tensors_within(leaf)):
+            raise CutError(
+                f"{gate} returns a {type(leaf).__name__} with tensors in it, and between pipeline stages travel "
+                "tensors, alone or in tuples, lists, dicts and transformers' outputs; return one of these, or use "
+                "pp_size=1"
+            )
 
 
 def _config_around(model: nn.Module, name: str) -> object:

@@ -103,6 +103,16 @@ class Survey:
         return self._boundaries[position]
 
     @cached_property
+    def _numbered(self) -> tuple[int, ...]:
+        return tuple(unit for unit, template in enumerate(self.templates) if template.num_numbers)
+
+    def numbered(self, position: int) -> tuple[int, ...]:
+        """Units before `position` that return numbers, which travel over every cut behind them: who reads a number
+        nobody can see.
+        """
+        return tuple(unit for unit in self._numbered if unit < position)
+
+    @cached_property
     def _boundaries(self) -> tuple[tuple[int, ...], ...]:
         last_reads = self._last_reads
         behind = [

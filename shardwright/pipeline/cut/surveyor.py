@@ -32,7 +32,7 @@ from ...utils import pytree
 from ...utils.objects import tensors_within
 from .atoms import Buffer, Inside, ModuleOutput, Reads, Returned, Weight
 from .attributes import Actor, Kept, Place, Watched
-from .chain import Chain, CutError, OtherOrder, list_of, refuse_own_backward
+from .chain import Chain, CutError, OtherOrder, list_of, refuse_objects, refuse_own_backward
 from .containers import Containers
 from .entry import ENTRY, Entry, find_place
 from .flows import Flows, Region
@@ -359,6 +359,7 @@ class _Surveyor:
                 self.flows.leave(region)
             self.order.append(index)
             leaves, spec = pytree.tree_flatten(output)
+            refuse_objects(self.units[index].gate, leaves)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.others[index] = (spec, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
             read = self.flows.numbers | self.numbers.get(index, 0) | region.numbers

@@ -23,12 +23,15 @@ class Template:
     unread: frozenset[int] = frozenset()  # numbers of the tensors that nothing reads, which get no gradient
 
     def is_like(self, other: Template) -> bool:
-        """Whether both are of the same structure."""
-        return self.spec == other.spec and self.others == other.others
+        """Whether both are of the same structure. Numbers may be others."""
+        return self.spec == other.spec and all(
+            one == two if isinstance(one, str | torch.dtype | None) else _kind_of(one) is _kind_of(two)
+            for one, two in zip(self.others, other.others, strict=True)
+        )
 
-    def take_apart(self, output: Any, name: str) -> tuple[list[torch.Tensor], list[bool | int | float]]:
-        """Tensors and numbers of `output`, which must have this structure. Other values must be those of the dry
-        run.
+    def take_apart(self, output: Any, name: str) -> list[torch.Tensor]:
+        """Tensors of `output`, which must have this structure. Values other than tensors and numbers must be those of
+        the dry run.
         """
         leaves, spec = pytree.tree_flatten(output)
         same = spec == self.spec and all(
@@ -49,8 +52,7 @@ class Template:
                 )
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # Zeros in place of no gradient would have optimizers decay what made them.
-        tensors = [leaf.detach() if number in self.unread else leaf for number, leaf in enumerate(found)]
-        return tensors, [leaf for leaf in leaves if isinstance(leaf, bool | int | float)]
+        return [leaf.detach() if number in self.unread else leaf for number, leaf in enumerate(found)]
 
     def build(self, tensors: Sequence[torch.Tensor], numbers: Sequence[bool | int | float]) -> Any:
         """The output again."""
@@ -73,12 +75,17 @@ class Template:
         return map_tensors(lambda tensor: tensor.clone() if next(written, False) else tensor, output)
 
     @property
+    def numbers(self) -> list[bool | int | float]:
+        """Those of the dry run."""
+        return [other for other in self.others if isinstance(other, bool | int | float)]
+
+    @property
     def num_tensors(self) -> int:
         return sum(other is TENSOR for other in self.others)
 
     @property
     def num_numbers(self) -> int:
-        return sum(isinstance(other, bool | int | float) for other in self.others)
+        return len(self.numbers)
 
 
 def _kind_of(leaf: Any) -> type:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ...ops.vocab_mode import vocab_parallel_loss, whole_logits
 from ...utils.tensors import map_tensors
-from ..batch.microbatch import batch_size, items_of, shared_entries
+from ..batch.microbatch import Path, batch_size, items_of, shared_entries, tensors_by_path
 from ..batch.ready import Microbatches, form_of
 from .facts import SAMPLES, Kind
 from .router_loss import RouterLoss
@@ -179,7 +179,8 @@ class GlobalLoss:
         self._samples = [batch_size(microbatch) for microbatch in self.microbatches]
         self._shared = shared_entries(self.microbatches)
         self._weight_sum: torch.Tensor | None = None
-        self.summed_entries: frozenset[str] = frozenset()  # names of the model's outputs that are parts of global means
+        self.summed_entries: frozenset[Path] = frozenset()  # of the model's outputs that are parts of global means
+        self.is_outputs_own = True  # whether the loss is what the model returns as such, or nobody knows
 
     @property
     def is_watched(self) -> bool:
@@ -222,7 +223,9 @@ class GlobalLoss:
             output = _gathered(output, watcher)
         with vocab_parallel_loss(marked=True) if self._split_logits else nullcontext():
             if watcher is None:
-                part = self._weighted(loss_of_output(self.criterion, output, self.microbatches[index]), index)
+                loss = loss_of_output(self.criterion, output, self.microbatches[index])
+                self._compare_own(loss, output)
+                part = self._weighted(loss, index)
             else:
                 part = self._followed(watcher, index, output)
         detached = part.detach()
@@ -257,14 +260,15 @@ class GlobalLoss:
                 f"the loss has {self._num_questions} means or counts in the first microbatch and "
                 f"{watcher.num_questions} in microbatch {index}: it takes another way there. {HOW_TO_WEIGH}"
             )
-        if isinstance(output, dict):
-            self.summed_entries = frozenset(
-                key
-                for key, value in output.items()
-                if isinstance(value, torch.Tensor) and not value.dim() and watcher.is_sum(value)
-            )
+        self.summed_entries = frozenset(
+            path for path, value in tensors_by_path(output) if not value.dim() and watcher.is_sum(value)
+        )
+        self._compare_own(loss, output)
         watcher.close()
         return loss if loss.dtype not in (torch.float16, torch.bfloat16) else loss.float()
+
+    def _compare_own(self, loss: torch.Tensor, output: Any) -> None:
+        self.is_outputs_own = any(value is loss for path, value in tensors_by_path(output) if path == ("loss",))
 
     def _weighted(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         if self._whole:
