@@ -244,12 +244,14 @@ def _result_ndim(call: Call) -> int:
 
 
 def index_select(call: Call) -> Fact:
-    """x.index_select(dim, mask.nonzero().squeeze()): as x[..., index]."""
+    """x.index_select(dim, mask.nonzero().squeeze()): as x[..., index]. Rows of a table have those of the index."""
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
     fact = call.facts[0]
     known = call.watch.fact(index)
     if fact.kind is Kind.ROWS and known.mask is not None and isinstance(dim, int):
         return _indexed(call, fact, [slice(None)] * (dim % call.first.dim()) + [index])
+    if fact.kind is Kind.CONST and known.kind is Kind.ROWS and known.dim == 0 and isinstance(dim, int):
+        return known.without_origin()._replace(dim=dim % call.first.dim())
     return along(call)
 
 
