@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Self
@@ -69,7 +70,12 @@ class CallWatch:
     def __init__(self) -> None:
         self._on_way: dict[int, tuple[dist.Work, Any]] = {}
         self._inside = ExitStack()
-        self.waits_now = False  # gloo copies where it is waited for, which is no work of the program
+        self._waiting = threading.local()  # checkpoints are saved on threads of their own, which wait as well
+
+    @property
+    def waits_now(self) -> bool:
+        """Whether this thread waits for a call: gloo copies there, which is no work of the program."""
+        return getattr(self._waiting, "is_inside", False)
 
     def called(self, call: Call, reads: list[Tensor], writes: list[Tensor]) -> Any:
         """A call has been made."""
@@ -97,11 +103,11 @@ class CallWatch:
 
     def _awaited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def watched(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            self.waits_now = True
+            before, self._waiting.is_inside = self.waits_now, True
             try:
                 result = wait(work, *args, **kwargs)
             finally:
-                self.waits_now = False
+                self._waiting.is_inside = before
             _, token = self._on_way.pop(id(work), (None, None))
             if token is not None:
                 self.waited(token)

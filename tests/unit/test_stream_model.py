@@ -204,3 +204,23 @@ def test_threads_have_current_streams_of_their_own() -> None:
         assert seen == [model.default]
         with pytest.raises(AssertionError, match="one model at a time"), StreamModel():
             pass
+
+
+def test_a_wait_is_that_of_its_thread() -> None:
+    """What is copied in it is none of the program's; checkpoints wait on threads of their own meanwhile."""
+    model, seen = StreamModel(), []
+    work: Any = object()
+
+    def wait(_: Any) -> None:
+        def on_thread() -> None:
+            seen.append(model.waits_now)
+            model._awaited(lambda _: seen.append(model.waits_now))(work)
+
+        thread = threading.Thread(target=on_thread)
+        thread.start()
+        thread.join()
+        seen.append(model.waits_now)
+
+    model._awaited(wait)(work)
+    assert seen == [False, True, True]
+    assert not model.waits_now
