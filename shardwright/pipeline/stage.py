@@ -97,6 +97,7 @@ class StagedModel:
             routers.attach(model, lambda: self.current.router_logits if self.current is not None else None)
         self._live: dict[int, frozenset[str]] = {}
         self._released: list[tuple[nn.Module, str, str]] = []  # with the name in the module, and the full name
+        self._like = torch.empty(0)
         self._anchor = (model, "")  # a parameter of this rank's: the module that holds it, its name there
         self._defaults = forward_defaults(model)
         self._templates = dict(enumerate(survey.templates)) if survey is not None else {}
@@ -217,7 +218,7 @@ class StagedModel:
         self, stage: int, received: Payload | None, batch: Any, units: range | None = None, ends: bool = True
     ) -> StageRun:
         """What a stage, or `units` of it, plays. ends: the last stage goes on behind its layers."""
-        self._follow_device()
+        self._follow_device(received)
         units = self.stages[stage] if units is None else units
         is_last = ends and stage == self.num_stages - 1
         run = StageRun(stage, units.start, units.stop, is_last, self._live.get(stage, frozenset()))
@@ -301,8 +302,12 @@ class StagedModel:
         names = {alias for name in self.survey.parameters(self.stages, stage) for alias in self.survey.names[name]}
         return {param for name, param in self.model.named_parameters(remove_duplicate=False) if name in names}
 
-    def _follow_device(self) -> None:
-        """Released tensors are not moved by `model.to(device)`, but models read their device."""
+    def _follow_device(self, received: Payload | None) -> None:
+        """Released tensors are not moved by `model.to(device)`, but models read their device. A rank without parameters
+        is where what it receives is.
+        """
+        if received:
+            self._like = torch.empty(0, dtype=received[0].dtype, device=received[0].device)
         if self._released:
             module, name, _ = self._released[0]
             device = self._own_device()
@@ -313,14 +318,17 @@ class StagedModel:
     def _own_device(self) -> torch.device:
         return self._own_param().device
 
-    def _own_param(self) -> nn.Parameter:
-        """A parameter that this rank holds; where it is gets remembered, since modules of other stages stand before
-        it.
+    def _own_param(self) -> torch.Tensor:
+        """A parameter that this rank holds, or what has its dtype and device; where it is gets remembered, since
+        modules of other stages stand before it.
         """
         module, name = self._anchor
         if module._parameters.get(name) is None:  # the first time, or a parametrization has taken its place
             places = ((module, name) for module in self.model.modules() for name in module._parameters)
-            self._anchor = module, name = next(place for place in places if place[0]._parameters[place[1]] is not None)
+            found = next((place for place in places if place[0]._parameters[place[1]] is not None), None)
+            if found is None:
+                return self._like
+            self._anchor = module, name = found
         param = module._parameters[name]
         assert param is not None
         return param

@@ -386,6 +386,31 @@ class Numbers(Net):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+class Hooked(Net):
+    """Gradients of what layers return, changed by the model."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class NothingToTrain(Net):
+    """Stages between the first one and the last have no parameters."""
+
+    class block(Block):
+        def __init__(self, number: int) -> None:
+            nn.Module.__init__(self)
+            self.number = number
+
+        def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+            return x * 1.01 + torch.tanh(x) * self.number
+
+
 class Detached(Net):
     """Layers in front get no gradient, so that an optimizer leaves them alone."""
 
@@ -395,7 +420,7 @@ class Detached(Net):
 
 RIGHT: tuple[type[Net], ...] = (
     *(WrittenBetween, DataWrite, ViewWrite, KeptBefore, DataRead, Mapped, NumberRead, ShapeRead, NoGradient),
-    *(WritesAside, ListRead, HooksRead, Numbers, Detached),
+    *(WritesAside, ListRead, HooksRead, Numbers, Detached, Hooked),
 )
 
 

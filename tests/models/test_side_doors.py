@@ -12,7 +12,7 @@ from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import adamw, compare_models, run_ranks
 from tests.models.beside_one_process import train_beside
-from tests.models.side_doors import REFUSED, RIGHT, SAMPLES, Net, SometimesRead, batch
+from tests.models.side_doors import REFUSED, RIGHT, SAMPLES, Net, NothingToTrain, SometimesRead, batch
 
 
 def made(net: type[Net]) -> Net:
@@ -98,3 +98,29 @@ def trained_with_and_without(rank: int, world: int, layouts: list[dict[str, Any]
 def test_what_a_batch_does_not_read_has_no_gradient() -> None:
     interleaved = {"pp_style": "interleaved", "num_model_chunks": 2}
     run_ranks(trained_with_and_without, 2, layouts=[{}, interleaved, {"enable_metadata_cache": False}])
+
+
+def trained_without_parameters(rank: int, world: int) -> None:
+    """The rank in the middle has none; weights of the others are seen in the losses that follow."""
+    plugin = HybridParallelPlugin(
+        pp_size=world, num_microbatches=2, precision="fp32", example_inputs=batch(5), custom_policy="auto"
+    )
+    plain = made(NothingToTrain)
+    model = copy.deepcopy(plain)
+    booster = Booster(plugin=plugin)
+    step: Any = adamw(plain.parameters())
+    boosted, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+    assert any(True for _ in boosted.parameters()) == (rank != 1)
+    for seed in range(3):
+        want = plain(**batch(seed))["loss"]
+        want.backward()
+        loss = booster.execute_pipeline(iter([batch(seed)]), boosted, None, optimizer)["loss"]
+        if loss is not None:
+            torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-10)
+        for each in (step, optimizer):
+            each.step()
+            each.zero_grad()
+
+
+def test_a_rank_may_have_nothing_to_train() -> None:
+    run_ranks(trained_without_parameters, 3)

@@ -73,7 +73,7 @@ class Joints:
             if inside in self.wrote
             else "returns several tensors of one memory, to one of which the model writes"
             if inside in self.returned_alike
-            else "makes it by the way"
+            else "makes it by the way (for a global table or a cached function, where a buffer in each layer would do)"
         )
         self.join(inside, unit, f"{self.name(inside)} {does}, and {self.name(unit)} reads it")
 

@@ -58,6 +58,13 @@ class Unfit(BaseException):
     """
 
 
+_HOOKS = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+)
+
+
 class TraceEnd(BaseException):
     """Leaves the model's forward where a trace knows enough."""
 
@@ -443,6 +450,8 @@ class _Answers(TorchFunctionMode):
         trace, prover = self._trace, self._trace.prover
         if trace.paused:
             return func(*args, **(kwargs or {}))
+        if func in _HOOKS:  # on what a layer returns, in a backward that only the model's own forward makes
+            raise Unfit
         trace.asked.append(func)
         if prover is not None:
             before = prover.reads
