@@ -84,8 +84,9 @@ class PictureMaker:
 
     def pictures(self) -> Iterator[Batch]:
         """[B, C, H, W], and as one of several images of each sample where texts have places for them or look at them
-        by a mask.
+        by a mask; first of all with its crops, where the config says which.
         """
+        yield from self._crops()
         made = self.images()
         shown = [made]
         has_places = any(hasattr(self.config, name) for name in PLACEHOLDERS)
@@ -97,7 +98,6 @@ class PictureMaker:
         if "image_sizes" in self.arguments:  # each image's own, before it was brought to one size: some towers take it
             sizes = {"image_sizes": torch.tensor([image_size_of(self.vision)] * SAMPLES)}
             yield from ({**each, **sizes} for each in shown)
-            yield from self._crops()
         if "aspect_ratio_ids" in self.arguments:  # tiles of one image [B, 1, T, C, H, W]
             tiles = size_in(self.vision, "max_num_tiles") or 1
             yield {
@@ -111,7 +111,7 @@ class PictureMaker:
         of the sizes that the config lets images have.
         """
         known = getattr(self.config, "image_grid_pinpoints", None)
-        if known:
+        if known and "image_sizes" in self.arguments:
             height, width = min(map(pair_of, known), key=lambda size: size[0] * size[1])
             high, wide = image_size_of(self.vision)
             crops = -(-height // high) * -(-width // wide)

@@ -104,6 +104,7 @@ def _shrink(config: Any, ranks: int, narrow: bool, keep_inputs: bool) -> None:
         _shorten(part)
         if not keep_inputs:
             _shrink_inputs(part)
+            _shrink_crops(part)
         if narrow:
             _narrow(part, ranks)
 
@@ -164,6 +165,15 @@ def _shrink_inputs(config: Any) -> None:
         config.image_size = max(_PIXELS // patch, 2) * patch
         if hasattr(config, "image_embedding_size"):
             config.image_embedding_size = config.image_size // patch
+
+
+def _shrink_crops(config: Any) -> None:
+    """Let large images have as many crops of the tower's size as before (LLaVA-NeXT): 2 x 1 where the least had so."""
+    sizes, tower = getattr(config, "image_grid_pinpoints", None), getattr(config, "vision_config", None)
+    crop = getattr(tower, "image_size", None)
+    if sizes and isinstance(crop, int):
+        least = min(min(size) for size in sizes)  # one crop high or wide
+        config.image_grid_pinpoints = [[crop * round(side / least) for side in size] for size in sizes]
 
 
 def _has_stages_of_convolutions(config: Any) -> bool:

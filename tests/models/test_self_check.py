@@ -143,6 +143,17 @@ class Steered(transformers.LlamaForCausalLM):
         return {"loss": self.loss_function(logits, labels, vocab_size=self.config.vocab_size), "logits": logits}
 
 
+def test_a_small_copy_cuts_its_small_images_as_the_model_cuts_large_ones() -> None:
+    config = transformers.LlavaNextConfig()
+    with torch.device("meta"):
+        real = transformers.LlavaNextForConditionalGeneration(config)
+    small: Any = next(small_copies(real, 2))
+    crop = small.config.vision_config.image_size
+    assert crop < config.vision_config.image_size == 336
+    crops = [[high // 336, wide // 336] for high, wide in config.image_grid_pinpoints]
+    assert small.config.image_grid_pinpoints == [[high * crop, wide * crop] for high, wide in crops]
+
+
 class SteeredConfig(transformers.LlamaConfig):
     model_type = "steered"
 
