@@ -29,6 +29,7 @@ BEYOND_THE_LIMIT = 60.0  # seconds after which a test that no signal could end e
 
 _limit = pytest.StashKey[float]()
 _stderr = 2
+_reporter: Any = None  # what prints, in the process that has a terminal: workers have none
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +38,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): without effect, for want of pytest-timeout")
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         _stderr = os.dup(2)  # not the file that the output of a test goes to
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    global _reporter
+    _reporter = session.config.pluginmanager.getplugin("terminalreporter")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names a failure when it happens: a run that is ended before its summary would say of none which it was."""
+    if report.failed and _reporter is not None:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = f": {crash.message.splitlines()[0][:300]}" if crash is not None and crash.message else ""
+        _reporter.write_line(f"\nfailed: {report.nodeid} ({report.when}){message}", red=True)
 
 
 @pytest.hookimpl(wrapper=True)
