@@ -20,7 +20,7 @@ from torch import nn
 
 from ...models.dry_run import meta_copy
 from ..batch.microbatch import items_of
-from ..loss.router_logits import without_router_logits
+from ..loss.router_logits import FLAG, without_router_logits
 from ..planning.placement import Placement
 from .entry import ENTRY
 from .survey import Survey
@@ -51,8 +51,13 @@ class StageCheck:
     def check(self, microbatches: Sequence[Any], training: bool) -> None:
         """ValueError, the same on every rank, where a stage has not got what a microbatch has it read. training: the
         mode of the model
+
+        Router logits have messages of their own (loss/router_logits.py), whoever asks for them; a batch is looked at
+        as if it did not.
         """
         for microbatch in microbatches:
+            if isinstance(microbatch, Mapping) and FLAG in microbatch:
+                microbatch = {**microbatch, FLAG: False}
             kind = training, _kind_of(microbatch)
             if kind in self._known or len(self._known) >= _MOST:
                 continue
