@@ -273,8 +273,9 @@ class PipelineExecutor:
             self._step = None
         if not self.cut.holds_last_stage:
             return {"loss": None, "outputs": None}
-        reported = step.loss.reported() if want_loss else None
-        return {"loss": reported, "outputs": step.merged_outputs(reported) if want_outputs else None}
+        reported = step.loss.reported() if want_loss or (want_outputs and training) else None
+        outputs = step.merged_outputs(reported) if want_outputs else None
+        return {"loss": reported if want_loss else None, "outputs": outputs}
 
     def _inputs(self, microbatches: Sequence[Any], host: Callable[[], Sequence[Any]] | None) -> StepInputs:
         if self.cut.slices is None:

