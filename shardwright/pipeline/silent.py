@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..comm.payload import TensorMeta
 
+_FLAG = torch.int8  # not uint8, the dtype of bare bytes, which the planner's replay gives no memory to read flags from
+
 
 class SilentTensors:
     """What two stages know of their messages, each for its side. always: messages of a kind need not be alike."""
@@ -37,7 +39,7 @@ class SilentTensors:
             return back
         if always or kind not in self._told:
             self._told[kind] = silent
-            return [*back, torch.tensor(silent, dtype=torch.uint8, device=leaves[0].device)]
+            return [*back, torch.tensor(silent, dtype=_FLAG, device=leaves[0].device)]
         for leaf, now, before in zip(leaves, silent, self._told[kind], strict=True):
             if before and not now:
                 raise ValueError(
@@ -52,7 +54,7 @@ class SilentTensors:
         if not metas or (kind in self._asked and not always):
             return list(metas)
         self._asked.add(kind)
-        return [*metas, TensorMeta((len(metas),), torch.uint8, False)]
+        return [*metas, TensorMeta((len(metas),), _FLAG, False)]
 
     def taken(self, kind: Hashable, arrived: Sequence[Tensor], count: int) -> list[Tensor | None]:
         """Gradients of `count` tensors from what has arrived, None for those that have none."""
