@@ -28,11 +28,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from .failure import DIED, INTERRUPTED, LEFT, STALLED, TIMEOUT, Failure
+from .failure import DIED, INTERRUPTED, LEFT, STALLED, TERMINATED, TIMEOUT, Failure
 from .job import Job
-from .stopped import kill_stopped
+from .stopped import kill_deaf, kill_stopped
 
 _OTHERS = 4.5  # seconds that the rank that tells the story waits for the others
+_DEAF = 2.0  # seconds for one that did not say where it stands to hear of the end
 _STACKS = 2.0  # seconds in which all ranks say what they were doing when a timeout struck
 STALLED_CODE = 79  # what a job ends with that was ended because a step took too long
 _KINDS = 3  # of things that ranks were doing, in torchrun's report
@@ -96,11 +97,11 @@ def _tell_now(job: Job, failure: Failure) -> None:
     if torchrun:  # which stops those that have not ended by themselves, and counts them as failed then
         job.wait_for_ends(_OTHERS)
     else:
-        silent = _silent(failure)
-        job.wait_for(
-            [f"gone/{rank}" for rank in range(job.world_size) if rank != job.rank and rank not in silent], _OTHERS
-        )
+        job.wait_for_goodbyes(set(range(job.world_size)) - _silent(failure), _OTHERS)
         time.sleep(0.2)  # from their last words to their end
+    if failure.kind == STALLED:
+        for rank in _silent(failure):
+            kill_deaf(job, rank, _DEAF)
     if failure.kind == TIMEOUT:
         alike = _alike(job, failure)
         _report(failure, _brief(alike), _in_full(alike))
@@ -113,8 +114,7 @@ def _tell_now(job: Job, failure: Failure) -> None:
 def _keep_the_store(job: Job, failure: Failure) -> None:
     """Rank 0 ends last where it serves the store."""
     if job.rank == 0 and not _under_torchrun():
-        silent = _silent(failure)
-        job.wait_for([f"gone/{rank}" for rank in range(job.world_size) if rank not in silent], 2 * _OTHERS)
+        job.wait_for_goodbyes(set(range(job.world_size)) - _silent(failure), 2 * _OTHERS)
 
 
 def _silent(failure: Failure) -> set[int]:
@@ -195,7 +195,7 @@ def leave_terminated(job: Job) -> NoReturn:
     """SIGTERM. torchrun sends it to the others when it has seen a rank end, and has its reason by then; else it is
     the first to go.
     """
-    first = Failure(job.rank, job.rank, job.place, "", LEFT, "was ended by SIGTERM", when=time.time())
+    first = Failure(job.rank, job.rank, job.place, "", LEFT, f"was ended by SIGTERM\n{TERMINATED}", when=time.time())
     failure = job.failure or job.find_dead() or job.first(first)
     if failure == first:
         job.announce("ended")

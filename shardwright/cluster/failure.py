@@ -21,6 +21,12 @@ from ..comm.turns import BACKWARD_THREAD
 
 RAISED, TIMEOUT, DIED, LEFT, INTERRUPTED = "raised", "timeout", "died", "left", "interrupted"
 STALLED = "stalled"  # a step took longer than its budget
+# What to do about what a rank cannot say itself.
+ADVICE = {
+    DIED: "Its output says why, or the system's log (dmesg: was memory out?). Restart the job from its last checkpoint",
+    LEFT: "All ranks must take equally many steps: plugin.prepare_dataloader gives them equally many batches",
+}
+TERMINATED = "shardwright.elastic.run, Trainer and SaveOnSignal let all ranks save first"
 _WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "shardwright/comm/", "shardwright/cluster/job.py")
 FRAMES = 3  # of a condensed traceback
 _LONGEST = 20_000  # characters of a traceback in the store

@@ -19,6 +19,7 @@ LEAST = 0.9
 FACTOR = 20.0  # of the longest that is remembered
 _REMEMBERED = 50  # calls of a kind
 _ENOUGH = 5  # calls of a kind, from which a budget is learned
+OUTSIDE = "code outside of shardwright"  # what a rank is in between two calls
 # Calls that training repeats. How long saving or loading takes follows from disks.
 STEPS = ("execute_pipeline", "backward", "step", "forward")
 
@@ -132,7 +133,7 @@ class Heart:
         last in it.
         """
         call, action, bucket = self.call, self.action, self.bucket
-        found = [f"{call} ({self._counts.get(call, 1)})" if call else "code outside of shardwright"]
+        found = [f"{call} ({self._counts.get(call, 1)})" if call else OUTSIDE]
         if call and action is not None:
             of = f", microbatch {action.microbatch}" if action.microbatch >= 0 else ""
             found.append(f"action {action} (stage {action.stage}{of})")

@@ -26,7 +26,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from ..utils.memory_notes import note_memory
 from . import groups
 from .errors import BrokenJobError, JobError, without_store
-from .failure import DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
+from .failure import ADVICE, DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
 from .heart import heart
 
 P = ParamSpec("P")
@@ -246,6 +246,7 @@ class Job:
         place = self.ask(f"place/{rank}") or ""
         words = self.last_words_of(rank) if kind == DIED else ""
         what += f", last seen in {words}" if words else ""
+        what += f"\n{ADVICE[kind]}"
         frames = failure_of(error, rank, "", "").frames if error is not None and kind == LEFT else ()
         return Failure(rank, self.rank, place, doing, kind, what, frames, "", time.time())
 
@@ -273,9 +274,11 @@ class Job:
     def lost_store(self) -> Failure:
         """The record of the end of the process that served the store, which nobody can be told of any more."""
         if self.served_by != "rank 0":
-            what = f"lost the job's store: {self.served_by}, which served it, has died, or its machine has"
+            what = (
+                f"lost the job's store: {self.served_by}, which served it, has died, or its machine has\n{ADVICE[DIED]}"
+            )
             return Failure(self.rank, self.rank, self.place, "", DIED, what, when=time.time())
-        what = "died without a word (killed?), or its machine did: it served the job's store"
+        what = f"died without a word (killed?), or its machine did: it served the job's store\n{ADVICE[DIED]}"
         return Failure(0, self.rank, "", "", DIED, what, when=time.time())
 
     def process_of(self, rank: int) -> tuple[str, int]:
@@ -294,6 +297,14 @@ class Job:
         """Checks of batches that `rank` has passed, as of its last beat."""
         beat = self.ask(f"beat/{rank}")
         return int(beat.split()[1]) if beat else 0
+
+    def wait_for_goodbyes(self, ranks: Iterable[int], seconds: float) -> None:
+        """Until each of these ranks has said that it goes, or has died; at most so long."""
+        deadline, waiting = time.monotonic() + seconds, [rank for rank in ranks if rank != self.rank]
+        while waiting and not self._store_is_gone and time.monotonic() < deadline:
+            waiting = [r for r in waiting if self.ask(f"gone/{r}") is None and not self._has_died_here(r)]
+            if waiting:
+                time.sleep(0.02)
 
     def wait_for_ends(self, seconds: float) -> None:
         """Until the processes of the other ranks that one launcher started with this one have ended; at most so

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..utils.arguments import explained
 from ..utils.device import device_type_of_backend
 from ..utils.errors import nearest
+from ..utils.nccl import NCCL
 from ..utils.random import set_seed
 from . import ending, environment, groups, job
 from .config import load_config, set_launch_config
@@ -38,13 +39,6 @@ StepTimeout = float | str | None
 Config = str | Path | Mapping[str, Any] | None
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
-# Of torch's NCCL: a collective that fails or times out ends the process (3: without waiting for its communicators), the
-# last launches are kept, and written to files (TORCH_NCCL_DEBUG_INFO_TEMP_FILE and the rank) when one times out.
-NCCL = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
 _BACKENDS = ("nccl", "gloo", "fake")  # and those that a program has registered
 _OTHERS = ("undefined", "mpi", "ucc", "xccl")  # torch's own that nothing here was tried with
 

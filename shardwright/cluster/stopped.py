@@ -1,5 +1,5 @@
-"""Processes of a job that a signal has stopped (SIGSTOP, a scheduler that suspends): they do not hear that it has
-ended, and would stay for ever with what they hold.
+"""Processes of a job that a signal has stopped (SIGSTOP, a scheduler that suspends), or that hold Python's lock in a
+call that does not return: they do not hear that it has ended, and would stay for ever with what they hold.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterable
 
-from .job import Job
+from .job import Job, is_running
 
 
 def is_stopped(pid: int) -> bool:
@@ -36,3 +37,26 @@ def kill_stopped(job: Job, ranks: Iterable[int]) -> None:
     for rank in ranks:
         if rank != job.rank:
             kill_if_stopped(*job.process_of(rank))
+
+
+def kill_deaf(job: Job, rank: int, seconds: float) -> None:
+    """One of this machine that runs, and has said nothing when it was asked, and does not end in so many seconds."""
+    host, pid = job.process_of(rank)
+    if pid == os.getpid():  # of another machine that has the name of this one
+        return
+    deadline = time.monotonic() + seconds
+    while is_running(host, pid):
+        if time.monotonic() > deadline:
+            if _is_alike(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.05)
+
+
+def _is_alike(pid: int) -> bool:
+    """Whether a process runs what this one does, and has not got the number of one that has ended."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe")
+    except OSError:
+        return False

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from . import groups
 from .ending import leave_alone
 from .failure import LEFT, STALLED, Failure, main_stack
-from .heart import heart
+from .heart import OUTSIDE, heart
 from .job import POLL, Job
 from .standing import COMPILATION, DEBUGGER, Standing, stand
 from .stopped import is_stopped, kill_if_stopped, kill_stopped
@@ -187,16 +187,25 @@ def _failure(job: Job, standings: Mapping[int, Standing], took: str, call: str) 
 def verdict(standings: Mapping[int, Standing], silent: list[int]) -> tuple[int, str]:
     """(the rank that the others wait for, why it is that one).
 
-    One that does not answer is stopped, or its machine is. Else one that computes while others wait, the one with the
-    fewest calls behind it first. Where all wait, one that has called fewer collectives of a group than its peers.
+    One that does not answer is stopped, or deaf in a call that holds Python's lock, or its machine is gone. Else
+    one that computes while others wait, the one with the fewest calls behind it first. Where all wait, one that has
+    called fewer collectives of a group than its peers; but where few have called one more, in the script's own
+    code, than others that are calls further on, one of these few.
     """
     if silent:
-        return silent[0], "it gives no sign of life (stopped, or its machine is)"
+        why = "stopped, or in a call that holds Python's lock, or its machine is gone"
+        return silent[0], f"it gives no sign of life ({why})"
     works = [each for each in standings.values() if not each.waits]
     if 0 < len(works) < len(standings):
         first = min(works, key=lambda each: (each.number, each.rank))
         return first.rank, f"it did not come, but was in {first.doing}"
     for ranks, highest in _highest(standings).items():
+        alone = _called_alone([each for each in standings.values() if ranks in each.groups], ranks)
+        if alone is not None:
+            return alone.rank, (
+                f"over ranks {ranks} it has called {alone.groups[ranks]} collectives, and others, which are further "
+                f"on, fewer: no other rank calls the {alone.collective or 'one'} that it is in"
+            )
         behind = [each for each in standings.values() if each.groups.get(ranks, highest) < highest]
         if behind:
             first = min(behind, key=lambda each: (each.groups[ranks], each.rank))
@@ -207,6 +216,18 @@ def verdict(standings: Mapping[int, Standing], silent: list[int]) -> tuple[int, 
     first = min(standings.values(), key=lambda each: (each.number, each.rank))
     how = "no rank waits for another" if works else "all ranks wait for one another"
     return first.rank, f"{how}, and it came least far: it is in {first.collective or first.doing}"
+
+
+def _called_alone(members: list[Standing], ranks: str) -> Standing | None:
+    """The first of those in a group that wait in a collective of the script's that the others have passed by."""
+
+    def passed_by(one: Standing, other: Standing) -> bool:
+        return one.number < other.number and one.groups[ranks] > other.groups[ranks]
+
+    outside = [each for each in members if each.doing == OUTSIDE]
+    called = [one for one in outside if any(passed_by(one, other) for other in members)]
+    passed = [other for other in members if any(passed_by(one, other) for one in called)]
+    return called[0] if called and len(called) <= len(passed) else None
 
 
 def _highest(standings: Mapping[int, Standing]) -> dict[str, int]:

@@ -137,6 +137,7 @@ class TorchDDPPlugin(Plugin):
             "static_graph": static_graph,
         }
         self.fp8_communication = fp8_communication
+        job.set_place(f"dp={self.data_parallel[1]}")
 
     def supported_precisions(self) -> list[str]:
         return ["fp32", "fp16", "bf16"]

@@ -45,7 +45,7 @@ class Case:
 
 def _stalled(fault: str, layout: str, rank: int, words: str, happens: str) -> Case:
     codes = [STALLED, STALLED]
-    if fault == "stop":
+    if fault in ("stop", "deaf"):
         codes[rank] = KILLED
     return Case(fault, layout, rank, tuple(codes), words, happens)
 
@@ -85,12 +85,16 @@ CASES = [
         _stalled("sleep", layout, rank, "commit: time.sleep(300)", "waits in its own code")
         for layout, rank in (("pp2", 1), ("tp2", 0), ("zero2", 1), ("zero3", 0), ("ddp", 0), ("fsdp", 1))
     ),
+    *(
+        _stalled("deaf", layout, rank, "it gives no sign of life", "holds Python's lock in a call that does not return")
+        for layout, rank in (("zero2", 1), ("tp2", 0))
+    ),
     _stalled("spin", "tp2", 0, "held the job up: it did not come", "computes for ever in its own code"),
     *(
         _gone("kill", layout, 1, KILLED, "rank 1 (dp=", "SIGKILL between two steps")
         for layout in ("pp2", "tp2", "zero2", "zero3", "fsdp")
     ),
-    _gone("kill", "ddp", 1, KILLED, "rank 1 died without a word (killed?)", "SIGKILL between two steps"),
+    _gone("kill", "ddp", 1, KILLED, "rank 1 (dp=1) died without a word (killed?)", "SIGKILL between two steps"),
     *(
         _gone("kill", layout, 0, KILLED, "died without a word (killed?)", "SIGKILL to the rank that serves the store")
         for layout in ("pp2", "zero2")

@@ -6,6 +6,7 @@ parts of the fault matrix that need real processes.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -70,6 +71,8 @@ def commit(fault: str, model: Any, optimizer: Any) -> None:
         case "spin":
             while True:
                 sum(range(1000))
+        case "deaf":  # a call in C that does not return
+            ctypes.PyDLL(None).sleep(300)
         case "raise":
             raise KeyError("in the loop")
         case "interrupt":

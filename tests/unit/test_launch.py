@@ -18,6 +18,7 @@ from shardwright.cluster.config import load_config
 from shardwright.cluster.heart import heart
 from shardwright.cluster.launch import _take_device, get_default_parser, resolve_backend
 from shardwright.testing import run_ranks
+from shardwright.utils.nccl import NCCL
 
 launching = import_module("shardwright.cluster.launch")  # whose name in the package is that of its function
 
@@ -182,6 +183,19 @@ def test_tensor_parallel_jobs_start_kernels_in_order(
     with pytest.raises(KeyboardInterrupt):  # where CUDA would start
         launching.launch(0, 1, None, None, config=config)
     assert os.environ.get(launching.ONE_QUEUE) == expected
+
+
+def test_nccl_is_told_to_end_hanging_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "resolve_backend", lambda backend: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(launching, "_take_device", _stop)
+    monkeypatch.setattr(launching.groups, "keep_out_of_forks", lambda: None)
+    for name in NCCL:
+        monkeypatch.setenv(name, "")  # so that it is as before behind this test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")  # the user's own stays
+    with pytest.raises(KeyboardInterrupt):
+        launching.launch(0, 1, None, None)
+    assert {name: os.environ.get(name) for name in NCCL} == {**NCCL, "TORCH_FR_BUFFER_SIZE": "7"}
 
 
 def _stop(*args: Any, **kwargs: Any) -> None:

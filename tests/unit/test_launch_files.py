@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from shardwright.cli.main import main
+from shardwright.utils.nccl import NCCL
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def test_slurm_saves_and_asks_for_another_turn(recipe: Path, capsys: pytest.Capt
     lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"nodes=2", "ntasks-per-node=1", "gpus-per-node=4", "requeue", "signal=B:USR1@300"} < set(lines)
     assert {"partition=gpu", "exclusive", "time=1-00"} < set(lines)
+    assert {f"export {name}={value}" for name, value in NCCL.items()} < set(text.splitlines())
     assert text.index("#SBATCH --exclusive") < text.index("set -uo pipefail"), "SLURM reads up to the first command"
     for name, stub in STUBS.items():
         (recipe / name).write_text(f"#!/bin/bash\n{stub}\n")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardwright.cluster import watchdog
-from shardwright.cluster.heart import Budgets, Heart
+from shardwright.cluster.heart import OUTSIDE, Budgets, Heart
 from shardwright.cluster.launch import _step_limit
 from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with
 from shardwright.cluster.watchdog import is_excused, is_silent, verdict
@@ -25,6 +25,10 @@ def at(rank: int, waits: bool = True, number: int = 7, **groups: int) -> Standin
     return Standing(rank, f"dp={rank}", f"step {number}", number, waits, "all_reduce" * waits, counts, ("a", "b"), "")
 
 
+def outside(rank: int, **groups: int) -> Standing:
+    return replace(at(rank, number=6, **groups), doing=OUTSIDE)
+
+
 @pytest.mark.parametrize(
     ("standings", "silent", "late", "words"),
     [
@@ -32,6 +36,10 @@ def at(rank: int, waits: bool = True, number: int = 7, **groups: int) -> Standin
         ([at(0), at(1, waits=False, number=9), at(2, waits=False, number=8)], [], 2, "did not come, but was in step 8"),
         ([at(0, g0_1=5), at(1, g0_1=4)], [], 1, "over ranks 0, 1 it has called 4 collectives and others 5"),
         ([at(0, g0_1=5, g0_2=9), at(1, g0_1=5), at(2, g0_2=7)], [], 2, "over ranks 0, 2 it has called 7"),
+        # a barrier that one of them calls, and one that one of them leaves out
+        ([at(0, g0_1_2=4), outside(1, g0_1_2=5), at(2, g0_1_2=4)], [], 1, "no other rank calls the all_reduce"),
+        ([outside(0, g0_1_2=5), outside(1, g0_1_2=5), at(2, g0_1_2=4)], [], 2, "has called 4 collectives and others 5"),
+        ([at(0, g0_1=4), outside(1, g0_1=5)], [], 1, "no other rank calls the all_reduce"),
         ([at(0, number=3), at(1, number=2)], [], 1, "all ranks wait for one another"),
         ([at(0, waits=False), at(1, waits=False)], [], 0, "no rank waits for another"),
         ([at(0, waits=False, g0_1=3), at(1, waits=False, g0_1=2)], [], 1, "others 3"),  # a GPU's host waits in C++

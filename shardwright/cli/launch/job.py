@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...utils.errors import nearest
+from ...utils.nccl import NCCL
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
-
-# What is written down when a collective hangs, and where: without it only the timeout is told.
-NCCL = {
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    "NCCL_DEBUG": "WARN",
-}
 
 
 class LaunchError(ValueError):
@@ -99,7 +92,7 @@ def read_job(args: argparse.Namespace) -> Job:
         at_least(args, "ranks_per_node", 1)
     if not _NAME.fullmatch(args.name):
         raise LaunchError(f"--name {args.name!r}: letters, digits, dots, dashes and underscores, 63 at most")
-    environment = dict(NCCL) if args.gpus_per_node else {}
+    environment = {**NCCL, "NCCL_DEBUG": "WARN"} if args.gpus_per_node else {}
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(args.grace)  # torchrun would kill ranks after 30 s
     for given in getattr(args, "env", ()):
         if not _VARIABLE.fullmatch(given):
