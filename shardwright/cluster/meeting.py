@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger("shardwright")
 
-_LOOK_AGAIN = timedelta(seconds=1)  # after which a rank asks whether there is a newer name
-_PAUSE = 0.05
+_PAUSES = 0.05, 1.0  # seconds between two looks at a store, the first and the longest; a wait would print its timeout
 
 
 def open_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -60,18 +59,17 @@ def agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelt
         return name
     mine, answered = uuid.uuid4().hex, ""
     deadline = time.monotonic() + timeout.total_seconds()
+    pause, longest = _PAUSES
     while time.monotonic() < deadline:
         name = store.get("name").decode()
         if name != answered:
             store.set(f"{name}/from/{rank}", mine)
             answered = name
-        try:
-            store.wait([f"{name}/to/{rank}"], _LOOK_AGAIN)
-        except dist.DistStoreError:
-            continue
-        if store.get(f"{name}/to/{rank}").decode() == mine:
+        reply = f"{name}/to/{rank}"
+        if store.check([reply]) and store.get(reply).decode() == mine:
             return name
-        time.sleep(_PAUSE)  # of an earlier start: this one's rank 0 is still to come
+        time.sleep(pause)  # no answer yet, or one of an earlier start: this one's rank 0 is still to come
+        pause = min(1.5 * pause, longest)
     raise dist.DistStoreError(f"rank 0 of this start did not answer rank {rank}")
 
 
