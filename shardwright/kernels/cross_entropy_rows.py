@@ -115,12 +115,22 @@ def row_losses(lse: Tensor, shares: Tensor, targets: Targets, columns: Columns, 
 
 
 def row_gradients(
-    logits: Tensor, lse: Tensor, dlosses: Tensor, targets: Targets, columns: Columns, terms: Terms, reuse: bool = False
+    logits: Tensor,
+    lse: Tensor,
+    dlosses: Tensor,
+    targets: Targets,
+    columns: Columns,
+    terms: Terms,
+    reuse: bool = False,
+    narrow: bool = False,
 ) -> Tensor:
-    """dx [N, v] for dlosses [N], in the dtype of lse; in the memory of the logits with `reuse`, where that can be."""
+    """dx [N, v] for dlosses [N], in the dtype of lse; in the memory of the logits with `reuse`, where that can be, also
+    rounded to their dtype where that is `narrow`er and a kernel does it as it writes.
+    """
     smoothing, z_loss = terms
-    dx = logits if reuse and logits.dtype == lse.dtype else torch.empty_like(logits, dtype=lse.dtype)
     kernels = triton_kernels("cross_entropy", logits) if logits.stride(1) == 1 else None
+    fits = logits.dtype == lse.dtype or (narrow and kernels is not None)
+    dx = logits if reuse and fits else torch.empty_like(logits, dtype=lse.dtype)
     if kernels is not None:
         return kernels.row_gradients(logits, lse, dlosses, *targets, columns.length, columns.size, *terms, dx)  # type: ignore[no-any-return]
     dlosses = dlosses.masked_fill(targets.ignored, 0)

@@ -19,7 +19,9 @@ where dloss differs by token (reduction "none"), and in fp16, whose range is too
 gradients wait for a schedule (`ops.weight_grad`), dx is computed at once and dW when its turn comes: the backward that
 another stage waits for then only scales.
 
-dW is summed over the chunks in fp32 for half precision.
+dW is summed over the chunks in fp32 for half precision. On a GPU each chunk of `T` tokens pays 12 v H bytes for that
+sum beside 6 T v H operations, which is as dear as its products at T = 400: chunks have at least H tokens there where dW
+is wanted, whose logits take half of the memory that dW does.
 """
 
 from __future__ import annotations
@@ -47,6 +49,13 @@ CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of the logits of a chunk, in fp32
 def tokens_at_a_time(device: torch.device, rows: int) -> int:
     """Whose logits, over `rows` of a vocabulary, exist at once. A loss of no more tokens has nothing to gain here."""
     return max(1, CHUNK_BYTES.get(chosen_as_for(device), CHUNK_BYTES["cuda"]) // (4 * rows))
+
+
+def chunk_for(x: Tensor, weight: Tensor) -> int:
+    """Tokens of a chunk. See the end of [Note: when gradients are computed]."""
+    tokens = tokens_at_a_time(x.device, weight.shape[0])
+    sums = chosen_as_for(x.device) != "cpu" and torch.is_grad_enabled() and weight.requires_grad
+    return max(tokens, weight.shape[1]) if sums else tokens
 
 
 def linear_cross_entropy(
@@ -77,7 +86,7 @@ def linear_cross_entropy(
     _check(x, weight, target, bias, shard, reduction, label_smoothing, softcap, chunk)
     columns = Columns(weight.shape[0], 0, weight.shape[0]) if shard is None else Columns.of(shard)
     if chunk is None:
-        chunk = tokens_at_a_time(x.device, weight.shape[0])
+        chunk = chunk_for(x, weight)
     job = _Job(
         columns,
         Terms(label_smoothing, z_loss),
@@ -143,6 +152,13 @@ class _Job(NamedTuple):
     shard: VocabShard | None
     weight: Tensor
 
+    def row_steps(self, dtype: torch.dtype) -> tuple[Step, ...]:
+        """What is done to logits of `dtype` before their rows are reduced. Rows are computed in fp32 anyway, so a cast
+        to it at the end would only write them once more.
+        """
+        is_spared = dtype.itemsize < 4 and self.steps[-1:] == (Step("cast", torch.float32),)
+        return self.steps[:-1] if is_spared else self.steps
+
 
 class _Chunk(NamedTuple):
     rows: slice
@@ -161,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         accumulated = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
         grads = _Grads(
             torch.empty_like(x) if at_once and need_x else None,
-            _zeros(weight, accumulated)
+            _room(weight, accumulated, x)
             if at_once
             and need_weight
             and not deferral_possible()
@@ -195,7 +211,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         store = store_for(job.weight) if need_weight and dw is None else None
         if need_weight and dw is None and store is None:
-            again = again._replace(weight=_zeros(weight, _summing(weight, lse)))
+            again = again._replace(weight=_room(weight, _summing(weight, lse), x))
         if again.are_wanted:
             _backward(x, weight, bias, lse, targets, job, dlosses, again)
         dx = again.x if dx is None or again.x is not None else (dx.to(_summing(dx, lse)) * dlosses).to(dx.dtype)
@@ -205,8 +221,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             store.put(job.weight, _later(x, weight, bias, lse, targets, job, dlosses), held)
         if again.weight is not None:
             dw = again.weight
-        elif dw is not None:
-            dw.mul_(dlosses)
+        elif dw is not None:  # scaled and rounded in one pass
+            dw = torch.mul(dw, dlosses, out=dw if dw.dtype == weight.dtype else torch.empty_like(weight))
         db = again.bias if again.bias is not None else None if db is None else db.mul_(dlosses)
         if reduction is not None and dx is not None:
             if (active := active_store()) is not None:
@@ -216,31 +232,57 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Grads(NamedTuple):
-    """Where gradients are added up, or None for those that are not computed: dx [N, H], dW [v, H], db [v]."""
+    """Where gradients are added up, or None for those that are not computed: dx [N, H], dW [v, H], db [v].
+
+    overwrites  there is nothing in dW before the first chunk
+    """
 
     x: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    overwrites: bool = True
 
     @property
     def are_wanted(self) -> bool:
-        return any(grad is not None for grad in self)
+        return any(grad is not None for grad in (self.x, self.weight, self.bias))
 
-    def add(self, chunk: _Chunk, dlogits: Tensor, weight: Tensor, steps: tuple[Step, ...]) -> None:
+    def add(self, chunk: _Chunk, lse: Tensor, dlosses: Tensor, weight: Tensor, job: _Job) -> None:
+        """What the rows of a chunk give, from their lse and dlosses."""
+        steps = job.row_steps(chunk.x.dtype)
+        narrow = self.bias is None and not steps and chunk.logits.dtype == weight.dtype
+        dlogits = row_gradients(
+            chunk.logits, lse, dlosses, chunk.targets, job.columns, job.terms, reuse=not chunk.kept, narrow=narrow
+        )
         dz = differentiated(steps, chunk.kept, dlogits)
         if self.bias is not None:
             self.bias.add_(dz.sum(0))
         dz = dz.to(weight.dtype)
         if self.x is not None:
             torch.mm(dz, weight, out=self.x[chunk.rows])
-        if self.weight is not None and self.weight.dtype == weight.dtype:
-            self.weight.addmm_(dz.t(), chunk.x)
-        elif self.weight is not None:
-            self.weight.add_(dz.t().mm(chunk.x))
+        if self.weight is not None:
+            self._add_product(dz.t(), chunk.x, self.overwrites and chunk.rows.start == 0)
+
+    def _add_product(self, dz: Tensor, x: Tensor, is_first: bool) -> None:
+        dw = self.weight
+        assert dw is not None
+        same = dw.dtype == dz.dtype
+        if same and is_first:
+            torch.mm(dz, x, out=dw)
+        elif same:
+            dw.addmm_(dz, x)
+        elif is_first:
+            dw.copy_(dz.mm(x))
+        else:
+            dw.add_(dz.mm(x))
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def _room(weight: Tensor, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """For dW, which the first chunk writes."""
+    return torch.empty(weight.shape, dtype=dtype, device=weight.device) if len(x) else _zeros(weight, dtype)
 
 
 def _wide(x: Tensor, steps: Sequence[Step]) -> torch.dtype:
@@ -261,7 +303,7 @@ def _cast(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
 def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, job: _Job) -> Iterator[_Chunk]:
     for start in range(0, x.shape[0], job.chunk):
         rows = slice(start, min(start + job.chunk, x.shape[0]))
-        logits, kept = applied(job.steps, F.linear(x[rows], weight, bias))
+        logits, kept = applied(job.row_steps(x.dtype), F.linear(x[rows], weight, bias))
         yield _Chunk(rows, x[rows], logits, kept, targets.part(rows.start, rows.stop))
 
 
@@ -289,9 +331,7 @@ def _forward_at_once(
         rows, logits, part = chunk.rows, chunk.logits, chunk.targets
         lse, shares = joined(*row_shares(logits, part, job.columns, job.terms), job.columns)
         lses[rows], losses[rows] = lse, row_losses(lse, shares, part, job.columns, job.terms)
-        reuse = not chunk.kept
-        dlogits = row_gradients(logits, lse, ones[rows], part, job.columns, job.terms, reuse)
-        grads.add(chunk, dlogits, weight, job.steps)
+        grads.add(chunk, lse, ones[rows], weight, job)
     return lses, losses
 
 
@@ -308,10 +348,7 @@ def _backward(
     """Compute the logits again, and from them the gradients that are asked for."""
     dlosses = dlosses.to(lse.dtype).expand(lse.shape)
     for chunk in _chunks(x, weight, bias, targets, job):
-        rows, part = chunk.rows, chunk.targets
-        reuse = not chunk.kept
-        dlogits = row_gradients(chunk.logits, lse[rows], dlosses[rows], part, job.columns, job.terms, reuse)
-        grads.add(chunk, dlogits, weight, job.steps)
+        grads.add(chunk, lse[chunk.rows], dlosses[chunk.rows], weight, job)
 
 
 def _later(
@@ -322,8 +359,8 @@ def _later(
     def compute(into: Tensor | None) -> Tensor | None:
         dtype = _summing(weight, lse)
         fits = into is not None and into.dtype == dtype
-        dw = into if fits and into is not None else _zeros(weight, dtype)
-        _backward(x, weight, bias, lse, targets, job, dlosses, _Grads(None, dw, None))
+        dw = into if fits and into is not None else _room(weight, dtype, x)
+        _backward(x, weight, bias, lse, targets, job, dlosses, _Grads(None, dw, None, overwrites=not fits))
         return None if fits else dw.to(weight.dtype)
 
     return compute

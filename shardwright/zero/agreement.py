@@ -28,7 +28,13 @@ class Agreement:
         self._tied = _tied_copies(entries, groups, device)
         self._flags = self._all
         self._work: dist.Work | None = None
+        self._touched: set[int] = set()
         self._knows_all = False
+
+    @property
+    def _is_alone(self) -> bool:
+        """No other rank has a copy or a shard: nobody is asked, nor the device."""
+        return self._everyone is None and not self._tied
 
     def start(self, touched: set[int]) -> None:
         """`touched` are the numbers of the parameters that got a gradient here.
@@ -36,7 +42,9 @@ class Agreement:
         A rank on which all got one knows the outcome without reading it, so that the usual step never waits for the
         device.
         """
-        self._knows_all = len(touched) == len(self._all)
+        self._touched, self._knows_all = set(touched), len(touched) == len(self._all)
+        if self._is_alone:
+            return
         if self._knows_all:
             self._flags = self._all  # which stay ones: a maximum with other flags changes none
         else:
@@ -57,7 +65,9 @@ class Agreement:
             flags = self._flags[numbers]
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
             self._flags[numbers] = flags
-        return None if self._knows_all else set(self._flags.nonzero().flatten().tolist())
+        if self._knows_all:
+            return None
+        return self._touched if self._is_alone else set(self._flags.nonzero().flatten().tolist())
 
 
 def _tied_copies(

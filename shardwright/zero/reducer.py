@@ -452,7 +452,10 @@ class GradReducer:
                 return rows
             buffer = scratch(shards * (stop - start), wire).view(shards, -1)
             return torch.mul(rows, 1.0 / self._predivide_of(bucket), out=buffer)
-        buffer = scratch(shards * (stop - start), wire).view(shards, -1)
+        if self._shard_group(bucket) is None and bucket.empty and wire == bucket.master_dtype:
+            buffer = bucket.shard_grad[start:stop].view(1, -1)  # whose sum is this rank's alone: written once
+        else:
+            buffer = scratch(shards * (stop - start), wire).view(shards, -1)
         present = [(slot, grad) for slot in bucket.plan.slots if (grad := own_gradient(slot.entry.param)) is not None]
         empty = bucket.plan.gaps(buffer, start) if len(present) == len(bucket.plan.slots) else [buffer]
         if empty:

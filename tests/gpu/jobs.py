@@ -154,6 +154,34 @@ def resumed(rank: int, world: int, folder: str, settings: dict[str, Any], in_bac
     return [*straight, *take(booster, model, optimizer, (2, 3))]
 
 
+def unwaited(rank: int, world: int, settings: dict[str, Any], calls: bool) -> float:
+    """Loss of some steps behind the first ones, in which torch raises where the host waits for the device."""
+    booster = Booster(plugin=HybridParallelPlugin(max_norm=1.0, **settings))
+    model: Any = zoo.build(NAME, dtype=torch.float32)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    batches = [batch_of(NAME, step, torch.float32, "cpu") for step in range(7)]
+    losses = []
+    for step, batch in enumerate(batches):
+        if step >= 4 and DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            if calls:
+                loss = model(**batch).loss
+                booster.backward(loss, optimizer)
+                losses.append(loss.detach())
+            else:
+                result = booster.execute_pipeline(
+                    iter([batch]), model, lambda o, _: o.loss, optimizer, return_loss=True
+                )
+                losses.append(result["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    return float(losses[-1])
+
+
 def generated(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Tokens that a boosted model writes, and those of the plain one."""
     plain: Any = zoo.build(name, dtype=torch.float32).eval().to(DEVICE)

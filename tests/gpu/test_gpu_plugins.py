@@ -9,7 +9,7 @@ import pytest
 import torch
 from habits import Habits
 from hybrid_ranks import Layout
-from jobs import attended, compiled, generated, resumed, run_alone, trained
+from jobs import attended, compiled, generated, resumed, run_alone, trained, unwaited
 from place import ONE_RANK, REHEARSED
 
 from shardwright.attention.choice import BACKENDS
@@ -79,6 +79,23 @@ def test_plugins_and_precisions(plugin: str, settings: dict[str, Any], precision
     close = 1e-5 if precision == "fp32" else 2e-2
     assert mine == pytest.approx(theirs, rel=close)
     assert apart <= (1e-3 if precision == "fp32" else 0.3), f"weights are {apart:.1e} of a step apart"
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["microbatches", "calls"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero_stage": 1, "precision": "bf16", "enable_all_optimization": True},
+        {"zero_stage": 2, "precision": "fp16"},
+        {"zero_stage": 3, "precision": "bf16", "attention_backend": "sdpa"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_the_host_waits_for_nothing(settings: dict[str, Any], calls: bool) -> None:
+    """As `DeviceReads` shows on a CPU: here torch itself raises."""
+    more = {} if calls else {"num_microbatches": 2}
+    (loss,) = run_ranks(unwaited, 1, {**settings, **more}, calls, backend=ONE_RANK, timeout=120, debug="OFF")
+    assert loss == loss
 
 
 def test_linears_in_eight_bits() -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwright.kernels.linear_cross_entropy import chunk_for, linear_cross_entropy, tokens_at_a_time
+from shardwright.kernels.logit_steps import Step
 from shardwright.ops.vocab_shard import VocabShard
 from shardwright.testing import run_ranks
 
@@ -82,6 +83,31 @@ def test_half_precision_is_rounded_as_by_torch() -> None:
         torch.testing.assert_close(got, plain, rtol=1e-5, atol=1e-5)
         for mine, theirs, true in zip(torch.autograd.grad(got, params), rounded, expected, strict=True):
             assert (mine - true).norm() < 1.5 * (theirs - true).norm() + 1e-4 * true.norm()
+
+
+def test_a_cast_that_rows_do_anyway_is_spared() -> None:
+    """Models write logits once more in fp32 before their loss; numbers are the same bit by bit without."""
+    for dtype, tokens in itertools.product((torch.bfloat16, torch.float16), (64, 5)):
+        x, weight, _, target = numbers(tokens, dtype)
+        params = [param.requires_grad_() for param in (x, weight)]
+        losses = [
+            linear_cross_entropy(x, weight, target, chunk=8, steps=steps)
+            for steps in ((), (Step("cast", torch.float32),), (Step("multiply", 1.0), Step("cast", torch.float32)))
+        ]
+        expected = torch.autograd.grad(losses[0], params)
+        for loss in losses[1:]:
+            assert torch.equal(loss, losses[0])
+            assert all(map(torch.equal, torch.autograd.grad(loss, params), expected))
+
+
+def test_chunks_on_a_gpu_are_worth_the_sum_of_their_weight_gradients() -> None:
+    """As many tokens as features at least, where there is such a gradient."""
+    x, weight = torch.empty(16, 4096, device="meta"), torch.empty(2**17, 4096, device="meta", requires_grad=True)
+    assert chunk_for(x, weight) == 4096
+    assert chunk_for(x, weight.detach()) == tokens_at_a_time(x.device, 2**17) == 512
+    with torch.no_grad():
+        assert chunk_for(x, weight) == 512
+    assert chunk_for(torch.empty(16, 4096), torch.empty(64, 4096, requires_grad=True)) == 2**24 // 256
 
 
 def test_a_batch_without_targets_is_a_loss_of_nan_and_no_gradient() -> None:

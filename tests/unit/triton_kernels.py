@@ -26,6 +26,7 @@ from shardwright.kernels import cross_entropy_rows as rows
 from shardwright.kernels.adam import Piece, Rule
 from shardwright.kernels.gated import ACTIVATIONS
 from shardwright.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwright.kernels.logit_steps import Step
 from shardwright.kernels.rotary import FORMS, Form
 from shardwright.kernels.triton import cross_entropy, norms
 from shardwright.kernels.triton import gated as gated_kernels
@@ -91,6 +92,27 @@ def test_a_head_and_its_loss_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert linear_cross_entropy(x, weight, target + 1).isnan()
 
 
+def test_gradients_of_half_precision_are_written_over_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded as they are written, in the place of fp32 beside them, also where models cast their logits before the
+    loss; not where a bias sums them.
+    """
+    monkeypatch.setattr(backends, "INTERPRETED", True)
+    wrote: list[torch.dtype] = []
+    write = cross_entropy.row_gradients
+    monkeypatch.setattr(cross_entropy, "row_gradients", lambda *a: wrote.append(a[-1].dtype) or write(*a))  # type: ignore[func-returns-value]
+    shapes = (64, 11), (101, 11), (101,)
+    x, weight, bias = (numbers(*shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes))
+    target = torch.arange(64, device=DEVICE)
+    expected = F.cross_entropy(F.linear(x, weight).float(), target)
+    for steps in ((), (Step("cast", torch.float32),)):
+        loss = linear_cross_entropy(x, weight, target, steps=steps, chunk=24)
+        same_gradients(loss, expected, (x, weight), torch.bfloat16)
+    assert set(wrote) == {torch.bfloat16}
+    expected = F.cross_entropy(F.linear(x, weight, bias).float(), target)
+    same_gradients(linear_cross_entropy(x, weight, target, bias, chunk=24), expected, (x, weight, bias), torch.bfloat16)
+    assert wrote[-1] == torch.float32
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [37, 64])
 def test_norms(dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +155,17 @@ def test_gated_activations(dtype: torch.dtype, kind: str, monkeypatch: pytest.Mo
     ):
         found = gated_kernels.gated(one, other, kind)
         same_gradients(found, ACTIVATIONS[kind](one) * other, params, dtype)
+
+
+def test_rotary_positions_of_heads_that_lie_far_apart() -> None:
+    """Further than 32 bits count, as in a million of tokens; of the memory between them nothing is touched."""
+    apart = 2**30 + 16
+    memory = torch.empty(2 * apart + 8, dtype=torch.float16, device=DEVICE)
+    x = memory.as_strided((1, 3, 2, 4), (0, apart, 4, 1))
+    x.copy_(numbers(1, 3, 2, 4, dtype=torch.float16).detach())
+    cos, sin = (numbers(1, 2, 4, dtype=torch.float16, seed=seed).detach() for seed in (1, 2))
+    found, expected = (rotary_kernels.rotated(each, cos, sin, FORMS[0], 1) for each in (x, x.contiguous()))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

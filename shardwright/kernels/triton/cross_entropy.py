@@ -65,7 +65,7 @@ def _gradients(
         x = tl.load(given + place, mask=place < length, other=0.0).to(WIDE)
         dx = (
             tl.exp(x - total) * slope
-            - dloss * (SMOOTHING / size)
+            - dloss * SMOOTHING / size  # from the left, in the dtype of the loss
             - tl.where(place == own, dloss * (1.0 - SMOOTHING), 0.0)
         )
         dx = tl.where((place < length) & (is_ignored == 0), dx, 0.0)

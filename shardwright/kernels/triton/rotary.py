@@ -27,7 +27,8 @@ def _rotate(
 ):  # fmt: skip
     batch = (tl.program_id(0) // length).to(tl.int64)
     token = (tl.program_id(0) % length).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    # heads of a long sequence may lie further apart than 32 bits count
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
     place = tl.arange(0, BLOCK)[None, :]
     angle = batch * angle_batch + token * angle_token + place * angle_step
     known = place < half
