@@ -114,7 +114,7 @@ def needs_of(part: Part, device: torch.device, dtype: torch.dtype, takes: frozen
         packed=packed,
         in_one_row=in_one_row,
         crossed=part.crosses,
-        soft_cap=_has_soft_cap(part),
+        soft_cap=has_soft_cap(part.config),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in part.model.named_parameters()),
         position_bias=any("position_bias=" in _source(type_of(module).forward) for module in part.attention),
         dropout=_dropout(part),
@@ -197,9 +197,10 @@ def _has_windows(part: Part) -> bool:
     return bool(used and _said(part.config, _WINDOWS))
 
 
-def _has_soft_cap(part: Part) -> bool:
-    names = [name for name in vars(part.config) if re.search(r"att\w*(soft_?cap|logits?_cap)", name)]
-    return any(getattr(part.config, name) for name in names)
+def has_soft_cap(config: Any) -> bool:
+    """Whether scores of attention are squeezed, which torch's SDPA cannot do."""
+    names = [name for name in vars(config) if re.search(r"att\w*(soft_?cap|logits?_cap)", name)]
+    return any(getattr(config, name) for name in names)
 
 
 def _dropout(part: Part) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import compare_models, keep_float64, zoo
 
 IGNORED = -100
+Batch = dict[str, torch.Tensor]
 
 
-def gemma2() -> nn.Module:
+def gemma2(**settings: Any) -> nn.Module:
     """Soft caps, and windows in every second layer."""
     config = transformers.Gemma2Config(
-        **{**zoo.entry("llama-causal-lm").config, "tie_word_embeddings": True},
+        **{**zoo.entry("llama-causal-lm").config, "tie_word_embeddings": True, **settings},
         head_dim=16,
         sliding_window=4,
         query_pre_attn_scalar=12,
@@ -115,13 +116,13 @@ Extra = Callable[[nn.Module], torch.Tensor | float]
 
 def compare(
     reference: nn.Module,
-    batch: dict[str, torch.Tensor],
+    batches: Batch | Sequence[Batch],
     arguments: dict[str, Any],
     called: bool,
     extra: Extra = lambda model: 0.0,
     **of_one_process: Any,
 ) -> None:
-    """Two steps of SGD.
+    """Steps of SGD, one on each batch; two on a single one.
 
     extra   is added to the loss where the model is called itself
     of_one_process  what a call gets there besides
@@ -132,7 +133,7 @@ def compare(
     model: Any = copy.deepcopy(reference)
     model, optimizer, *_ = booster.boost(model, sgd(model))
     assert optimizer is not None
-    for _ in range(2):
+    for batch in [batches] * 2 if isinstance(batches, dict) else batches:
         expected = reference(**batch, **of_one_process).loss + extra(reference)
         expected.backward()
         if called:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from sequence_ranks import compare, packed, sgd
+from sequence_ranks import compare, gemma2, packed, sgd
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -19,7 +19,7 @@ from shardwright import Booster
 from shardwright.attention.zigzag import Share
 from shardwright.kernels.lazy_logits import LazyLogits
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.plugins.hybrid.sequence_axis import SequenceAxis
+from shardwright.plugins.hybrid.sequence_axis import Positions, SequenceAxis, SequenceFacts
 from shardwright.plugins.hybrid.sequence_loss import SequenceLoss
 from shardwright.plugins.hybrid.sequence_probe import probe_ring, probe_ulysses
 from shardwright.shardformer import fused_head
@@ -279,6 +279,20 @@ def test_token_types_that_say_who_sees_whom_are_refused() -> None:
     with pytest.raises(ValueError, match=r"token_type_ids.*more of them than features.*leave them out"):
         axis.divide({"input_ids": ids, "labels": ids, "token_type_ids": ids // 6})
     assert probe_ulysses(zoo.build("bert-masked-lm")).adds_types
+
+
+def test_padding_in_front_is_refused_with_what_the_model_can() -> None:
+    """Of eager attention in a ring; soft caps leave no other."""
+    facts = SequenceFacts(True, True, True, Positions(0, None, True), (True, False, False))
+    ids = torch.arange(12).view(1, 12)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": (ids > 2).long()}
+    for model, advice in (
+        (zoo.build(LLAMA), "'all_to_all', or attn_implementation='sdpa'$"),
+        (gemma2(), "'all_to_all'$"),
+    ):
+        axis = SequenceAxis("ring_attn", Share(0, 2, zigzag=True), model, facts, pads_in_front=False)
+        with pytest.raises(ValueError, match=f"padding in front .*{advice}"):
+            axis.divide(batch)
 
 
 def test_virtual_tokens_are_refused() -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ...attention.model_needs import has_soft_cap
 from ...attention.zigzag import Share
 from ...models.caches import makes_cache
 from ...models.config import text_config
@@ -236,11 +237,12 @@ class SequenceAxis:
                 mask = None
             numbers = None if mask is None else (mask != 0).long()
             if not self._pads_in_front and mask is not None and not bool(mask[:, 0].all()):
+                sdpa = "" if has_soft_cap(text_config(self._model)) else ", or attn_implementation='sdpa'"
                 raise ValueError(
                     f"attention_mask with padding in front and sequence_parallelism_mode={self.mode!r}: the eager "
                     f"attention of {self._name} gives padding there the mean of all values, which a ring does not; "
                     "pad behind the tokens and leave out rows that have none, or use "
-                    "sequence_parallelism_mode='all_to_all', or attn_implementation='sdpa'"
+                    f"sequence_parallelism_mode='all_to_all'{sdpa}"
                 )
         else:
             numbers = self._packed(batch, positions)
