@@ -44,6 +44,8 @@ def test_written_data_are_read_back(tmp_path: Path) -> None:
         {**row, "axis": "jit", "outcome": "verified", "why": "", "steps": 2},
         {**row, "axis": "fused_norm", "outcome": "failed", "why": "BertForMaskedLM ended"},
         {**row, "axis": "ep2", "outcome": "not applicable", "why": "the class has no experts"},
+        {**row, "axis": "lazy", "outcome": "not built", "why": "no batch"},
+        {**row, "axis": "generate", "outcome": "verified", "why": ""},
     ]
     for number, (one, tp2) in enumerate([(10.0, 20.0), (10.0, 20.0), (10.0, 31.0)]):
         times = {"one": [one, 50.0], "tp2": [tp2, 60.0]}
@@ -52,7 +54,7 @@ def test_written_data_are_read_back(tmp_path: Path) -> None:
     write_data(cells, tmp_path / "data.json")
     data = load(tmp_path / "data.json")
     found = data.rows[0]
-    assert list(found.cells) == ["tp2", "pp2", "zbv", "ep2", "fp32", "jit", "fused_norm"]
+    assert list(found.cells) == ["tp2", "pp2", "zbv", "ep2", "fp32", "jit", "fused_norm", "lazy", "generate"]
     assert (found.cells["zbv"].outcome, found.cells["zbv"].why) == ("refused", "too | short")
     assert (found.share, found.whole, found.kinds) == (0.5, ("a.b",), ("masked LM",))
     assert (found.times["tp2"], data.one_step) == ((20.0, 60.0), 1)
@@ -65,7 +67,7 @@ def test_written_data_are_read_back(tmp_path: Path) -> None:
     shown = page(data).splitlines()
     name = "BertForMaskedLM"
     for line in (
-        f"| F | {name} | 50% | yes | no (1) |  | - |  | all but fused norm (2) |  |  |",
+        f"| F | {name} | 50% | yes | no (1) |  | - |  | all but fused norm (2) |  | all but lazy (3) |",
         f"| F | {name} | yes | no (1) |  | no (1) |  | - |  | yes |",
         f"| F | {name} | 10.0 | 20.0 | 2.0 |  |  |",
         "| F | Other2 | 10.0 | 31.0 | 3.1 **slow** |  |  |",
@@ -75,6 +77,7 @@ def test_written_data_are_read_back(tmp_path: Path) -> None:
         f"| F | {name} | 50% | `a.b` | no way to deal it is known |",
         "1. too / short",
         "2. the model ended",
+        "3. no batch",
     ):
         assert line in shown, line
 

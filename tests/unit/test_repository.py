@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "shardwright"
 CODE = ("shardwright", "tests", "examples", "benchmarks")
 TOP_LEVEL_TEXT = ("*.md", "*.py", "*.toml", "*.txt")
-LONGEST, LONG = 600, 400
+LONGEST, LONG, LONGEST_POLICY = 600, 400, 250
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -51,6 +51,13 @@ def test_no_file_is_too_long() -> None:
     ]
     getting_long = [f"{name}: {length} lines" for name, length in lengths.items() if LONG < length <= LONGEST]
     assert not too_long, "\n".join([*too_long, "split them; also getting long:", *getting_long])
+
+
+def test_no_policy_is_too_long() -> None:
+    """Families state only what they differ in."""
+    files = python_files("shardwright/shardformer/policies")
+    lengths = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_POLICY} == {}
 
 
 def test_files_are_ascii() -> None:

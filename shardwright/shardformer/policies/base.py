@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,8 +89,7 @@ class Policy:
         """Refuse a policy that decides by hand what a pipeline finds out: it would be ignored."""
         instead = {
             "get_held_layers": "the layers of every stage follow from the model; remove it, name the lists of layers "
-            "in layer_lists where "
-            "they are not found, and say how many layers a stage has with num_layers_per_stage=",
+            "in layer_lists where they are not found, and say how many layers a stage has with num_layers_per_stage=",
             "get_shared_params": "parameters that stages share are found in the model; remove it",
         }
         for name, what in instead.items():
@@ -192,15 +191,8 @@ class Policy:
 
     def tie_weight_check(self) -> bool:
         """Whether the head over the vocabulary and its embedding are one parameter."""
-        embedding, head = (
-            _embeddings(self.model, "get_input_embeddings"),
-            _embeddings(self.model, "get_output_embeddings"),
-        )
-        return (
-            embedding is not None
-            and head is not None
-            and getattr(embedding, "weight", None) is getattr(head, "weight", None)
-        )
+        embedding, head = (getattr(module, "weight", None) for module in _vocabulary(self.model))
+        return embedding is not None and embedding is head
 
     def base_prefix(self) -> str:
         """Name of the base model inside the model, with a dot; empty when the model is the base model."""
@@ -215,10 +207,7 @@ class Policy:
         which the head is tied to the other one than `get_input_embeddings` names.
         """
         multiple = self.shard_config.make_vocab_size_divisible_by
-        embedding, head = (
-            _embeddings(self.model, "get_input_embeddings"),
-            _embeddings(self.model, "get_output_embeddings"),
-        )
+        embedding, head = _vocabulary(self.model)
         rules: dict[str, Style | str] = {}
         if not isinstance(embedding, nn.Embedding):
             return rules
@@ -234,12 +223,13 @@ class Policy:
         return rules
 
 
-def _embeddings(model: nn.Module, method: str) -> nn.Module | None:
-    getter = getattr(model, method, None)
-    try:
-        return getter() if getter is not None else None
-    except (NotImplementedError, AttributeError):
-        return None
+def _vocabulary(model: nn.Module) -> Iterator[nn.Module | None]:
+    """The embedding of the vocabulary and the head over it, as far as the model has them."""
+    for method in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            yield getattr(model, method)()
+        except (NotImplementedError, AttributeError):
+            yield None
 
 
 def _or_model(returned: nn.Module | None, model: nn.Module) -> nn.Module:

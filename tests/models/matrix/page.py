@@ -87,8 +87,8 @@ def _head(found: Verified) -> Iterator[str]:
         "and compared with the same class in one process: the losses and every gradient of two steps of AdamW and "
         "every weight after them, in float64 to 1e-8 (in the column fp32 in float32 to 1e-5), on samples of different "
         "lengths. `yes`: they are equal; `no`: refused with an error before training; `fails`: it ends in another way; "
-        "`-`: it makes no sense for the class. Numbers lead to the [reasons](#reasons). An empty cell was not run."
-        + some
+        "`-`: it makes no sense for the class; `not built`: no tiny model or batch of it was known when it was tried. "
+        "Numbers lead to the [reasons](#reasons). An empty cell was not run." + some
     )
     yield from _text(
         "**flash** is the best kernel of this machine for `enable_flash_attention=True`, which is torch's on a CPU: "
@@ -132,7 +132,7 @@ def _left_whole(rows: Sequence[Row]) -> Iterator[str]:
 def _together(row: Row, axes: Sequence[str], titles: dict[str, str], notes: Notes) -> str:
     """One word for several cells, and which of them are otherwise."""
     cells = {axis: row.cells[axis] for axis in axes if axis in row.cells}
-    tried = {axis: cell for axis, cell in cells.items() if cell.outcome not in ("not applicable", "not built")}
+    tried = {axis: cell for axis, cell in cells.items() if cell.outcome != "not applicable"}
     if not tried:
         return next((_MARKS.get(cell.outcome, cell.outcome) for cell in cells.values()), "")
     others = {axis: cell for axis, cell in tried.items() if cell.outcome != "verified"}
@@ -140,7 +140,8 @@ def _together(row: Row, axes: Sequence[str], titles: dict[str, str], notes: Note
         return "yes"
     if len(others) == len(tried):
         numbers = dict.fromkeys(notes(cell) for cell in others.values())
-        return _MARKS[next(iter(others.values())).outcome] + "".join(numbers)
+        outcome = next(iter(others.values())).outcome
+        return _MARKS.get(outcome, outcome) + "".join(numbers)
     listed = ", ".join(titles.get(axis, axis) + notes(cell) for axis, cell in others.items())
     return f"all but {listed}"
 
