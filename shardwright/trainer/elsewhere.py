@@ -67,9 +67,84 @@ _TABLE = {
     "no_cuda": "CUDA_VISIBLE_DEVICES= in the environment hides GPUs",
     "auto_find_batch_size": "shardwright plan tells what fits; give per_device_train_batch_size",
     **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_target_modules"), _LORA),
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "say layout: {enable_jit_fused: true}"),
+    **dict.fromkeys(
+        ("use_liger_kernel", "liger_kernel_config"),
+        "say layout: {enable_fused_normalization: true, enable_fused_activation: true}, which takes Liger's kernels "
+        "where they are installed",
+    ),
+    "use_cache": "training keeps no cache of keys and values: leave it out",
+    "full_determinism": "call shardwright.launch(deterministic=True) in a script of your own",
+    "average_tokens_across_devices": "every token of a step weighs the same, on whatever rank it is: leave it out",
+    "torch_empty_cache_steps": "say PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment",
+    "accelerator_config": "the loader and the ranks are shardwright's own: leave it out",
+    "optim_target_modules": "an optimizer steps on all weights that are trained; " + _SCRIPT,
+    "debug": "loss and gradient norm of every step are looked at: say on_nan: stop or spike_factor",
+    # Data.
+    "dataloader_drop_last": "every sample comes once in each pass, the last step has as many as are left: leave it out",
+    "dataloader_pin_memory": "batches are always sent from pinned memory: leave it out",
+    **dict.fromkeys(
+        (
+            *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_in_order"),
+            "dataloader_multiprocessing_context",
+        ),
+        "of the loader's options there is dataloader_num_workers; leave it out",
+    ),
+    **dict.fromkeys(
+        ("train_sampling_strategy", "length_column_name"),
+        "samples come in an order that seed alone fixes; data: {packing: true} leaves no padding",
+    ),
+    "label_names": "say data: {label: COLUMN}, and the names of the classes in labels",
+    "ignore_data_skip": "a run that goes on does so at the next sample: leave it out",
+    # Evaluation.
+    **dict.fromkeys(
+        ("eval_accumulation_steps", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
+        "an evaluation adds up losses and counts and keeps no outputs: leave it out",
+    ),
+    **dict.fromkeys(
+        ("batch_eval_metrics", "include_for_metrics"),
+        "metrics are those of the task; Trainer.measure in a script adds some",
+    ),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "evaluations compute in the precision of the training"),
+    "do_predict": "shardwright generate writes text from what was trained; leave it out",
+    "per_gpu_eval_batch_size": "say per_device_eval_batch_size",
+    # Ranks.
+    "local_rank": "ranks know their place from the launcher, or are started by shardwright train: leave it out",
+    "ddp_backend": "NCCL is taken on GPUs and gloo on CPUs: leave it out",
+    "ddp_broadcast_buffers": "say layout: {broadcast_buffers: ...}",
+    "ddp_static_graph": "say layout: {static_graph: ...}",
+    # What is told, and where it is kept.
+    "disable_tqdm": "the live line is for terminals; a file or a pipe gets plain ones: leave it out",
+    **dict.fromkeys(
+        ("log_level", "log_level_replica", "log_on_each_node"),
+        "the first rank alone prints, a line every logging_steps: leave it out",
+    ),
+    "logging_nan_inf_filter": "losses are logged as they are; on_nan says what one that is nan or inf does",
+    "include_num_input_tokens_seen": "metrics.jsonl always has tokens_seen: leave it out",
+    "skip_memory_metrics": "metrics.jsonl always has memory_gib: leave it out",
+    "project": "WANDB_PROJECT or TRACKIO_PROJECT in the environment names it; run_name names the run in it",
+    **dict.fromkeys(
+        ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        "trackio writes to this machine; push what it wrote with its own command",
+    ),
+    **dict.fromkeys(
+        ("hub_model_id", "hub_token", "hub_strategy", "hub_revision", "hub_private_repo", "hub_always_push"),
+        "push output_dir/model with huggingface_hub when it is trained; HF_TOKEN in the environment is for reading",
+    ),
+    "save_on_each_node": "all nodes write into one output_dir: leave it out",
+    "enable_jit_checkpoint": "a run that SIGTERM ends always writes a checkpoint first: leave it out",
+    "restore_callback_states_from_checkpoint": "checkpoints have all that a run goes on with: leave it out",
 }
 _DEEPSPEED = "say layout: {zero_stage: 1, 2 or 3}; `shardwright config ds_config.json` translates the file"
 _NOTHING: tuple[Any, ...] = (None, False, "", "no", [], {})
+_ASKS_NOTHING = "it asks for nothing; leave it out"
+_OFF = {  # switches of HuggingFace's trainers that false, or 0, leaves as they are
+    *("push_to_hub", "torch_compile", "load_in_8bit", "load_in_4bit", "group_by_length", "full_determinism", "use_cpu"),
+    *("no_cuda", "auto_find_batch_size", "eval_on_start", "do_eval", "do_predict", "use_liger_kernel", "use_peft"),
+    *("use_lora", "overwrite_output_dir", "save_only_model", "label_smoothing_factor", "neftune_noise_alpha"),
+    *("bf16_full_eval", "fp16_full_eval", "save_on_each_node", "hub_private_repo", "hub_always_push"),
+    *("ddp_find_unused_parameters", "ddp_static_graph", "ignore_data_skip"),
+}
 
 
 def instead_of(key: str, given: Mapping[str, Any]) -> str | None:
@@ -78,14 +153,17 @@ def instead_of(key: str, given: Mapping[str, Any]) -> str | None:
         return _of_fsdp(given)
     if key == "deepspeed":
         return _of_deepspeed(given[key])
-    return _TABLE.get(key)
+    answer = _TABLE.get(key)
+    value = given[key]
+    nothing = value is None or value in ("", [], {}) or (key in _OFF and not value)
+    return _ASKS_NOTHING if answer and nothing else answer
 
 
 def _of_fsdp(given: Mapping[str, Any]) -> str:
     """The layout that `fsdp`, and `fsdp_config` with it, stand for."""
     fsdp = given.get("fsdp", True)
     if fsdp in _NOTHING:
-        return "it asks for nothing; leave it out" + ", and fsdp_config with it" * ("fsdp_config" in given)
+        return _ASKS_NOTHING + ", and fsdp_config with it" * ("fsdp_config" in given)
     words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
     config = _loaded(given.get("fsdp_config", {}))
     if config is None:
@@ -104,7 +182,7 @@ def _of_fsdp(given: Mapping[str, Any]) -> str:
 def _of_deepspeed(value: Any) -> str:
     """The layout that DeepSpeed's configuration, or a file with one, stands for."""
     if value in _NOTHING:
-        return "it asks for nothing; leave it out"
+        return _ASKS_NOTHING
     config = _loaded(value)
     if config is None:
         return _DEEPSPEED

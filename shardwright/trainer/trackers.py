@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ class Tracker:
         if self.name == "mlflow":
             self._writer.start_run(run_name=self.run)
         else:
-            self._writer.init(project="shardwright", name=self.run, config=dict(self.config))
+            # A project that is named by argument wins over the tracker's own variable in the environment.
+            project = os.environ.get(f"{self.name.upper()}_PROJECT") or "shardwright"
+            self._writer.init(project=project, name=self.run, config=dict(self.config))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         numbers = {key: value for key, value in metrics.items() if key != "step" and value is not None}

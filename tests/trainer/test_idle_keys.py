@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from shardwright.trainer import Recipe, RecipeError, build_recipe
+from shardwright.trainer.elsewhere import instead_of
 from shardwright.trainer.idle import _RULES
 from shardwright.trainer.reading import to_plain
+from shardwright.trainer.recipe import ALIASES
 
 PLAIN: dict[str, Any] = {"model": "gpt2", "data": {"path": "a.jsonl"}}
 HELD_OUT = {"path": "b.jsonl"}
@@ -110,6 +112,11 @@ ELSEWHERE: list[tuple[dict[str, Any], list[str]]] = [
     ({"lora_r": 8}, ["say lora: {r:"]),
     ({"lr_scheduler_kwargs": {"num_cycles": 2}}, ["schedules have no options"]),
     ({"logging_first_step": True}, ["the first step is always logged"]),
+    ({"local_rank": 0}, ["local_rank is no key of a recipe; ranks know their place from the launcher"]),
+    ({"hub_token": "hf_x"}, ["push output_dir/model with huggingface_hub"]),
+    ({"push_to_hub": False}, ["push_to_hub is no key of a recipe; it asks for nothing; leave it out"]),
+    ({"remove_unused_columns": False}, ["data names the columns that are read"]),
+    ({"neftune_noise_alpha": None}, ["it asks for nothing"]),
 ]
 
 
@@ -124,6 +131,16 @@ def test_a_key_of_another_trainer_says_what_to_write(
         build_recipe({**PLAIN, **changes})
     for words in said:
         assert words in str(caught.value)
+
+
+def test_every_argument_of_the_hugging_face_trainer_is_taken_or_answered() -> None:
+    """None is answered with the key that happens to be spelled most like it (hub_token: did you mean 'tokenizer'?)."""
+    from transformers import TrainingArguments  # takes seconds, which the other tests do not need
+
+    known = {*(each.name for each in dataclasses.fields(Recipe)), *ALIASES}
+    arguments = [each.name for each in dataclasses.fields(TrainingArguments) if not each.name.startswith("_")]
+    answered = {name: instead_of(name, {name: True}) for name in arguments if name not in known}
+    assert [name for name, answer in answered.items() if answer is None] == []
 
 
 def test_what_is_said_in_its_place_is_taken() -> None:
