@@ -12,6 +12,7 @@ from . import calibrate, completion, config, doctor, env, models, plan, train
 from .demo import command as demo
 from .generate import command as generate
 from .launch import command as launch
+from .parser import Parser
 from .report import command as report
 
 # A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module
@@ -36,9 +37,7 @@ _CLOSED = 141  # what a shell reports for a program that SIGPIPE ended
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardwright", description="Train unmodified HuggingFace models over many devices."
-    )
+    parser = Parser(prog="shardwright", description="Train unmodified HuggingFace models over many devices.")
     parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, module in VERBS.items():

@@ -59,7 +59,7 @@ _TABLE = {
     **dict.fromkeys(("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), _RECOMPUTED),
     "ddp_find_unused_parameters": "say layout: {find_unused_parameters: true}",
     "ddp_bucket_cap_mb": "say layout: {ddp_bucket_cap_mb: ...}",
-    "ddp_timeout": "torch's own time limit holds",
+    "ddp_timeout": "a collective may take ten minutes; shardwright.launch(timeout=) in a script of your own says else",
     "do_train": "shardwright train always trains; leave it out",
     "do_eval": "say eval_strategy: steps or epoch",
     "early_stopping_threshold": "early_stopping_patience counts evaluations whose loss is not lower at all",

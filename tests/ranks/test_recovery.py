@@ -183,4 +183,4 @@ def _come_late(rank: int, world: int) -> str:
 
 
 def test_a_late_rank_under_ddp_hears_the_story() -> None:
-    assert "rank 1 failed first: ValueError: in data" in run_ranks(_come_late, 2, debug="OFF", timeout=60)[0]
+    assert "rank 1 (dp=1) failed first: ValueError: in data" in run_ranks(_come_late, 2, debug="OFF", timeout=60)[0]

@@ -20,6 +20,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"shardwright {shardwright.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["launch", "slum"], "did you mean 'slurm'?"),
+        (["doctor", "--helpp"], "did you mean '--help'?"),
+        (["config", "a.json", "--to", "deepsped"], "did you mean 'deepspeed'?"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_mistyped_is_answered_with_what_is_near(
+    words: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert near in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -1,0 +1,24 @@
+"""The parser of all verbs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import NoReturn
+
+from ..utils.errors import nearest
+
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+_OPTION = re.compile(r"unrecognized arguments: (--[\w-]+)")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what a mistyped verb, choice or option is near to. Parsers of verbs are of this class, too."""
+
+    def error(self, message: str) -> NoReturn:
+        near = ""
+        if choice := _CHOICE.search(message):
+            near = nearest(choice[1], re.findall(r"[\w.-]+", choice[2]))
+        elif option := _OPTION.search(message):
+            near = nearest(option[1], re.findall(r"--[\w-]+", self.format_help()))
+        super().error(message + near)
