@@ -35,6 +35,7 @@ from .terms import TermWatcher
 
 Criterion = Callable[..., torch.Tensor]
 Count = Callable[[Mapping[Any, Any]], Any]  # of the entries of a batch
+_LOSS: Path = ("loss",)  # of what a model returns as its loss
 
 HOW_TO_WEIGH = (
     "Pass a criterion with criterion.weight(inputs) -> number (for example the number of label tokens): the loss is "
@@ -268,16 +269,18 @@ class GlobalLoss:
                 f"the loss has {self._num_questions} means or counts in the first microbatch and "
                 f"{watcher.num_questions} in microbatch {index}: it takes another way there. {HOW_TO_WEIGH}"
             )
+        self._compare_own(loss, output)
         for path, value in tensors_by_path(output):
+            if path == _LOSS and self.is_outputs_own:
+                continue  # which `total` is
             if not value.dim() and watcher.is_sum(value):
                 part, before = exact(value.detach()), self.summed_entries.get(path)
                 self.summed_entries[path] = part if before is None else before + part
-        self._compare_own(loss, output)
         watcher.close()
         return exact(loss)
 
     def _compare_own(self, loss: torch.Tensor, output: Any) -> None:
-        self.is_outputs_own = any(value is loss for path, value in tensors_by_path(output) if path == ("loss",))
+        self.is_outputs_own = any(value is loss for path, value in tensors_by_path(output) if path == _LOSS)
 
     def _weighted(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         if self._whole:
