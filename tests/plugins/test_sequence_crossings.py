@@ -1,5 +1,6 @@
 """Every mode of split sequences with every family that differs in attention, beside tensor parallelism and pipelines:
-three steps on ragged and packed batches, whose lengths change and do not divide, against one process.
+three steps on ragged and packed batches, whose lengths change and do not divide, against one process, in double and in
+single precision.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MODELS = {
     "bert": "bert-masked-lm",
 }
 LAYERS = {"gpt2": {"n_layer": 2}, "t5": {"num_layers": 2, "num_decoder_layers": 2}}
-CASES = [(name, world) for name in MODELS for world in LAYOUTS]
+CASES = [(name, world, dtype) for name in MODELS for world in LAYOUTS for dtype in (torch.float64, torch.float32)]
 
 
 def model_of(name: str) -> Any:
@@ -58,10 +59,10 @@ def ragged(model: Any, length: int) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def cross(rank: int, world: int, name: str) -> None:
+def cross(rank: int, world: int, name: str, dtype: torch.dtype) -> None:
     for arguments in LAYOUTS[world]:
         with keep_float64():
-            model = model_of(name)
+            model = model_of(name).to(dtype)
             between = packed(3, 18) if name in PACKED else ragged(model, 18)
             batches = [ragged(model, 19), between, ragged(model, 14)]
             try:
@@ -73,6 +74,6 @@ def cross(rank: int, world: int, name: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("name", "world"), CASES)
-def test_crossing(name: str, world: int) -> None:
-    run_ranks(cross, world, name, timeout=1100)
+@pytest.mark.parametrize(("name", "world", "dtype"), CASES, ids=str)
+def test_crossing(name: str, world: int, dtype: torch.dtype) -> None:
+    run_ranks(cross, world, name, dtype, timeout=1100)
