@@ -85,8 +85,16 @@ class Job:
         """A client of the calling thread's own: while one waits, a client serves nobody else."""
         client: dist.Store | None = getattr(self._clones, "client", None)
         if client is None:
-            client = self._clones.client = self._default_store.clone()  # type: ignore[attr-defined]
+            client = self._clones.client = self.new_client()
         return client
+
+    def new_client(self) -> dist.Store:
+        """Where the server has just ended, this takes torch a minute and a half of trying again."""
+        return self._default_store.clone()  # type: ignore[attr-defined,no-any-return]
+
+    def ask_through(self, client: dist.Store) -> None:
+        """What the calling thread uses as `store`."""
+        self._clones.client = client
 
     @contextlib.contextmanager
     def _while_it_lasts(self) -> Iterator[None]:

@@ -40,6 +40,8 @@ class Watch(threading.Thread):
     def __init__(self, job: Job) -> None:
         super().__init__(name="shardwright-watch", daemon=True)
         self._job = job
+        # made while the server is there for sure: it may end before this thread first looks, and is missed at once then
+        self._client = job.new_client()
         self._stopping = False
         self._end_at: float | None = None
         # the last inquiry that was answered, with the generation of the job that it was made in
@@ -98,6 +100,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         beats = 0
         job = self._job
+        job.ask_through(self._client)
         next_look = 0.0
         while True:
             readable, _, _ = select.select([self._reader], [], [], POLL if self._end_at is None else 0.1)

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwright.cluster import watchdog
 from shardwright.cluster.heart import OUTSIDE, Budgets, Heart
+from shardwright.cluster.job import Job
 from shardwright.cluster.launch import _step_limit
 from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with
+from shardwright.cluster.watch import Watch
 from shardwright.cluster.watchdog import is_excused, is_silent, verdict
 
 
@@ -139,3 +142,15 @@ def test_calls_inside_of_calls_are_one() -> None:
 def test_a_limit_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"step_timeout=.* must be a positive number of seconds, 'auto'"):
         _step_limit(value)  # type: ignore[arg-type]
+
+
+def test_a_store_that_ends_before_the_first_look_is_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is made then would be tried for a minute and a half, in which nobody hears of anything."""
+    job = Job(dist.HashStore(), 0, 1)
+    watch = Watch(job)
+    monkeypatch.setattr(job, "new_client", lambda: pytest.fail("a new connection"))
+    watch.start()
+    try:
+        assert job.wait_for(["beat/0"], 10)
+    finally:
+        watch.stop()
