@@ -48,7 +48,8 @@ def start_model(folder: Path) -> dict[str, Any]:
     LlamaForCausalLM(
         LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "model_type"})
     ).save_pretrained(folder / "start")
-    return recipe(folder, model=str(folder / "start"))
+    # With less of it, what rounding leaves of a gradient that is none makes whole steps of Adam.
+    return recipe(folder, model=str(folder / "start"), adam_epsilon=1e-5)
 
 
 def by_hand(
@@ -58,7 +59,7 @@ def by_hand(
     parts = prepare(build_recipe(given))
     dataset = parts.dataset("data")
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], eps=given["adam_epsilon"], weight_decay=0.0)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
     losses = []
@@ -125,7 +126,7 @@ def test_the_losses_are_those_of_a_plain_loop(
     trained = AutoModelForCausalLM.from_pretrained(Path(given["output_dir"]) / "model", dtype=torch.float32)
     assert trained.config.use_cache
     for (name, theirs), ours in zip(model.named_parameters(), trained.parameters(), strict=True):
-        assert (theirs - ours).abs().max() < 1e-4, name
+        assert (theirs - ours).abs().max() < 1e-5, name
 
 
 def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_a_pass_ends_with_what_is_left(tmp_path: Path) -> None:
         assert losses_of(one) == pytest.approx(wanted, abs=2e-5)
         trained = AutoModelForCausalLM.from_pretrained(Path(one["output_dir"]) / "model", dtype=torch.float32)
         for (name, theirs), ours in zip(model.named_parameters(), trained.parameters(), strict=True):
-            assert (theirs - ours).abs().max() < 1e-4, name
+            assert (theirs - ours).abs().max() < 1e-5, name
         assert metrics_of(one)[-1]["tokens_seen"] == sum(min(64, len(text) + 1) for text in sentences(30))
         assert [metric["epoch"] for metric in metrics_of(one)] == [0, 0, 0, 1]
     assert losses_of(packed) == pytest.approx(wanted_packed, abs=2e-5)
