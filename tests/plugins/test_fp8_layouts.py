@@ -156,6 +156,7 @@ def test_training_in_it_stays_close_to_bf16() -> None:
     expected = found.pop("bf16")
     assert expected[-1] < 0.9 * expected[0]
     for name, actual in found.items():
-        distance = max(abs(a - b) / b for a, b in zip(actual, expected, strict=True))
+        # In the mean: how far the worst of the steps is off depends on the processor's products in bf16.
+        distance = sum(abs(a - b) / b for a, b in zip(actual, expected, strict=True)) / len(expected)
         print(name, distance, expected[-1], actual[-1])
-        assert 1e-4 < distance < 0.05, (name, distance)
+        assert 1e-3 < distance < 0.02, (name, distance)
