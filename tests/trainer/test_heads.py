@@ -116,7 +116,9 @@ def by_hand(given: dict[str, Any], batch_size: int) -> tuple[list[float], Any, A
     parts = prepare(build_recipe(given))
     dataset = parts.dataset("data")
     model = getattr(transformers, TASKS[given["task"]].auto).from_pretrained(given["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], eps=given["adam_epsilon"], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=given["learning_rate"], eps=given["adam_epsilon"], weight_decay=0.0
+    )
     schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=3)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
     losses: list[float] = []

@@ -59,7 +59,9 @@ def by_hand(
     parts = prepare(build_recipe(given))
     dataset = parts.dataset("data")
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given["learning_rate"], eps=given["adam_epsilon"], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=given["learning_rate"], eps=given["adam_epsilon"], weight_decay=0.0
+    )
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
     losses = []
