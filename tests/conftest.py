@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,11 @@ CHECKED = (
 )
 GIVEN_LEVEL = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
 
+# See there. What a parameter adds to others of its test is looked for now and then, not with every change.
+LEFT_OUT = tuple(
+    line for line in Path(__file__).with_name("sweep.txt").read_text().splitlines() if line and line[0] != "#"
+)
+
 BEYOND_THE_LIMIT = 60.0  # seconds after which a test that no signal could end ends the whole run
 
 _limit = pytest.StashKey[float]()
@@ -38,6 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): without effect, for want of pytest-timeout")
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         _stderr = os.dup(2)  # not the file that the output of a test goes to
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(LEFT_OUT):
+            item.add_marker("sweep")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -41,15 +41,6 @@ TWO = [
         accumulate=2,
         habits=Habits(clip="norm", frozen=True, captured=True),
     ),
-    # whose layers are no graphs, and run as they are
-    Layout(
-        QWEN,
-        2,
-        {"ep_size": 2, "zero_stage": 2, "enable_jit_fused": True},
-        SHALLOW,
-        habits=Habits(clip="plugin", resume=True),
-        steps=2,
-    ),
 ]
 FOUR = [
     Layout(
@@ -65,6 +56,15 @@ FOUR = [
 ]
 V = {**PIPE, "num_model_chunks": 2}
 SWEEP = [
+    # whose layers are no graphs, and run as they are
+    Layout(
+        QWEN,
+        2,
+        {"ep_size": 2, "zero_stage": 2, "enable_jit_fused": True},
+        SHALLOW,
+        habits=Habits(clip="plugin", resume=True),
+        steps=2,
+    ),
     *(
         Layout(model, 4, {"ep_size": 2, "zero_stage": stage, **sizes})
         for model in (QWEN, MIXTRAL)

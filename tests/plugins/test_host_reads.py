@@ -53,17 +53,16 @@ class Job:
 LAYOUTS: list[Job] = [
     Job(LLAMA, {"zero_stage": 2, **FP16}),
     Job(LLAMA, {"zero_stage": 3, **FP16}),
-    Job(BERT, {"tp_size": 2}),
     Job(LLAMA, RING),
-    Job(LLAMA, TWO_CHUNKS | {"pp_style": "interleaved"}),
     Job(T5, PIPELINE | {"pp_style": "1f1b", "zero_stage": 1, "max_norm": 1.0}),
-    Job(MOE, {"num_microbatches": 2}),
-    Job(LLAMA, PIPELINE | {"zero_stage": 2}, checkpointing=True, accumulate=2),
-    Job(BLOOM, RING),
     # once per layer and forward, that of the backward included: how many rows come from whom
     Job(MOE, {"ep_size": 2, "zero_stage": 1}, checkpointing=True, unavoidable={ROUTES: 3 * 4 * 2}),
 ]
 MORE: list[Job] = [
+    Job(BERT, {"tp_size": 2}),
+    Job(MOE, {"num_microbatches": 2}),
+    Job(LLAMA, PIPELINE | {"zero_stage": 2}, checkpointing=True, accumulate=2),
+    Job(BLOOM, RING),
     Job(LLAMA, {}),
     Job(LLAMA, {"zero_stage": 1, "overlap_allgather": True, "max_norm": 1.0}),
     Job(LLAMA, {"num_microbatches": 2, "zero_stage": 2, **FP16}),

@@ -22,14 +22,14 @@ AROUND: dict[str, Any] = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
 ALONG = (
     "CTRLLMHeadModel",
     "GPTNeoXJapaneseForCausalLM",
-    "MoshiForCausalLM",
     "Gemma4ForCausalLM",
     "Gemma3nForCausalLM",
-    "MllamaForCausalLM",
-    "XLMWithLMHeadModel",
 )
 # The same in more ways: row linears that are given whole features; layers that read what was before other layers.
 MORE_ALONG = (
+    "MoshiForCausalLM",
+    "MllamaForCausalLM",
+    "XLMWithLMHeadModel",
     "CpmAntForCausalLM",
     "Qwen4ExpForCausalLM",
     "Inkling2ForCausalLM",

@@ -66,9 +66,7 @@ def test_rows_of_tables_are_named(tmp_path: Path) -> None:
             list(DataLoader(parts.dataset("data"), None))
 
 
-@pytest.mark.parametrize(
-    "streaming", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["counted", "streaming"]
-)
+@pytest.mark.parametrize("streaming", [False, True], ids=["counted", "streaming"])
 def test_a_run_on_two_ranks_says_it_once(tmp_path: Path, streaming: bool) -> None:
     data = {**sources(tmp_path, False, BAD["null"]), "streaming": streaming, "max_length": 32}
     given = recipe(tmp_path, data=data, nproc=2, max_steps=400, dataloader_num_workers=1, save_strategy="no")

@@ -51,7 +51,7 @@ def test_every_kind_of_pieces_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPa
     halves = (torch.float32, torch.bfloat16, torch.float16)
     kinds = list(itertools.product(rules, (None, torch.zeros(())), halves, (torch.bfloat16,)))
     assert len(kinds) > 8
-    for length, offset in ((0, 0), (1, 0), (2, 0), (300, 1)):
+    for length, offset in ((0, 0), (300, 1)):
         for rule, skip, grad, weight in kinds:
             master, moment, square, gradient, low = (torch.rand(length + offset)[offset:] for _ in range(5))
             given = gradient.to(grad), moment, square, torch.zeros(()), low.to(weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -114,6 +115,11 @@ class Import(NamedTuple):
         return f"shardwright/{self.file}:{self.line} imports {self.module}"
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -138,7 +144,7 @@ def read_imports(path: Path) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from of(child, deferred, for_types)
 
-    return of(ast.parse(path.read_text()), False, False)
+    return of(tree_of(path), False, False)
 
 
 def room(file: str) -> str:
@@ -288,7 +294,7 @@ def torch_names(path: Path) -> Iterator[Import]:
     torch.distributed._x.
     """
     file = path.relative_to(PACKAGE).as_posix()
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -311,11 +317,15 @@ def torch_names(path: Path) -> Iterator[Import]:
             yield Import(file, node.lineno, ".".join([aliases[value.id], *reversed(parts)]))
 
 
+@functools.cache
+def all_torch_names() -> list[Import]:
+    return [found for path in sources() for found in torch_names(path)]
+
+
 def test_private_names_of_torch_are_kept_in_few_files() -> None:
     wrong = {
         str(found)
-        for path in sources()
-        for found in torch_names(path)
+        for found in all_torch_names()
         if is_private(found.module) and not found.file.startswith(tuple(PRIVATE_TORCH_ALLOWED))
     }
     assert not wrong, "\n".join(sorted(wrong))
@@ -324,7 +334,7 @@ def test_private_names_of_torch_are_kept_in_few_files() -> None:
 def test_no_allowance_outlives_its_use() -> None:
     """A list of exceptions that nobody needs any more hides the next one."""
     importing = {found.file for found in ALL if starts_with(found.module, "transformers")}
-    private = {found.file for path in sources() for found in torch_names(path) if is_private(found.module)}
+    private = {found.file for found in all_torch_names() if is_private(found.module)}
     unused = [entry for entry in TRANSFORMERS_ALLOWED if not any(file.startswith(entry) for file in importing)]
     deferring = {found.file for found in ALL if found.deferred and starts_with(found.module, "shardwright")}
     unused += [entry for entry in DEFERRED_ALLOWED if not any(is_allowed(file, [entry]) for file in deferring)]
@@ -340,7 +350,7 @@ def test_imports_inside_the_package_are_relative() -> None:
     absolute = [
         f"shardwright/{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ImportFrom) and not node.level and starts_with(node.module or "", "shardwright")
     ]
     assert not absolute, "\n".join(absolute)
@@ -352,7 +362,7 @@ def test_nothing_unpickles() -> None:
     of_children = ("plugins/hybrid/found_layout.py",)
     users = [found for found in ALL if found.module.split(".")[0] in modules]
     wrong = [str(found) for found in users if room(found.file) != "testing" and found.file not in of_children]
-    wrong += [str(found) for path in sources() for found in torch_names(path) if found.module == "torch.load"]
+    wrong += [str(found) for found in all_torch_names() if found.module == "torch.load"]
     assert not wrong, "\n".join(wrong)
 
 

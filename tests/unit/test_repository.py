@@ -185,9 +185,10 @@ def test_every_test_file_is_collected(pytestconfig: pytest.Config) -> None:
     assert not [part for part in parts if any(fnmatch(part, pattern) for pattern in passed_over)]
 
 
-def test_lines_of_the_quick_choice_exist() -> None:
+@pytest.mark.parametrize("name", ["quick.txt", "sweep.txt"])
+def test_lines_of_the_choices_exist(name: str) -> None:
     """Values of parameters are not looked at: pytest names those that do not exist when they are asked for."""
-    lines = [line for line in (ROOT / "tests" / "quick.txt").read_text().splitlines() if line and line[0] != "#"]
+    lines = [line for line in (ROOT / "tests" / name).read_text().splitlines() if line and line[0] != "#"]
     assert lines
     for line in lines:
         file, _, test = line.partition("::")
@@ -216,6 +217,7 @@ def test_that_fails_before_what_never_ends(endless):
 def test_time_limits_are_those_that_were_said(tmp_path: Path) -> None:
     conftest = (ROOT / "tests" / "conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(re.sub(r"(?m)^BEYOND_THE_LIMIT = \S+", "BEYOND_THE_LIMIT = 0.1", conftest))
+    (tmp_path / "sweep.txt").touch()
     (tmp_path / "test_limits.py").write_text(WITH_LIMITS)
     command = [
         sys.executable,
