@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ..utils.errors import nearest
+from ..utils.errors import nearest, nearest_file
 from .elsewhere import instead_of
 from .errors import RecipeError
 from .idle import check_idle, check_source
@@ -141,8 +141,7 @@ class _Loader(yaml.SafeLoader):
 
 def _load(path: Path) -> Any:
     if not path.exists():
-        near = nearest(path.name, [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else [])
-        raise RecipeError(f"{path}: there is no such file{near}")
+        raise RecipeError(f"{path}: there is no such file{nearest_file(path)}")
     if path.is_dir():
         raise RecipeError(f"{path} is a directory; name a recipe file in it")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..utils.errors import nearest
+from ..utils.errors import nearest, nearest_file
 from .errors import RecipeError
 from .hub import why_not
 from .lines import LINES, PACKED, LineFile, Lines, Placed, Row, Rows, kind_of, read_text
@@ -273,8 +273,7 @@ def _find(name: str, key: str) -> list[Path]:
     else:
         found = sorted(map(Path, glob.glob(name, recursive=True))) if not path.exists() else [path]
     if not found:
-        beside = [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise RecipeError(f"{key}.path={name}: there is no such file{nearest(path.name, beside)}")
+        raise RecipeError(f"{key}.path={name}: there is no such file{nearest_file(path, is_file=False)}")
     for one in found:
         _check_kind(one, key)
         if one.suffix in PACKED and one.with_suffix("") in found:

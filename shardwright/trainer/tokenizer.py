@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..utils.errors import nearest
+from ..utils.errors import nearest, nearest_file
 from .errors import RecipeError
 from .hub import why_not
 
@@ -46,7 +46,7 @@ def load_tokenizer(name: str | None, model: str | dict[str, Any], chat_template:
         path = Path(chat_template)
         readable = len(chat_template) < 256 and path.suffix in (".jinja", ".jinja2", ".txt", ".j2")
         if readable and not path.is_file():
-            raise RecipeError(f"chat_template={chat_template!r}: there is no such file")
+            raise RecipeError(f"chat_template={chat_template!r}: there is no such file{nearest_file(path)}")
         tokenizer.chat_template = path.read_text() if readable else chat_template
     return tokenizer
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import difflib
 import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 def nearest(value: object, known: Iterable[str]) -> str:
     """` - did you mean 'x'?` for the known name closest to `value`, or an empty string."""
     matches = difflib.get_close_matches(str(value), list(known), n=1, cutoff=0.5)
     return f" - did you mean {matches[0]!r}?" if matches else ""
+
+
+def nearest_file(path: Path, is_file: bool = True) -> str:
+    """The same for a path that does not exist, of what is beside it; files alone, unless a directory would do."""
+    beside = path.parent.glob("*") if path.parent.is_dir() else ()
+    return nearest(path.name, [one.name for one in beside if one.is_file() or not is_file])
 
 
 def one_of(field: str, value: object, known: Sequence[str]) -> ValueError:

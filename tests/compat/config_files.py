@@ -214,7 +214,7 @@ CASES = [
             "warmup_steps": 0.01,
         },
         [
-            *("TRAIN_FOLDER", "parallel.weight.overlap", "data.seq_len", "model_type", "ckpt"),
+            *("TRAIN_FOLDER", "parallel.weight.overlap", "model_type", "ckpt"),
             *("loss.label_smoothing", "lr_scheduler.eta_min", "model"),
         ],
     ),

@@ -209,7 +209,7 @@ REALISTIC = [
             "weight_decay": 0.01,
             "warmup_steps": 0.01,
         },
-        ["ckpt", "data.seq_len", "data.valid_micro_num", "data.min_length"],
+        ["ckpt", "data.valid_micro_num", "data.min_length"],
     ),
     Case(
         "low_level.py",

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...utils.errors import nearest
+from ...utils.errors import nearest_file
 from ...utils.nccl import NCCL
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -145,5 +145,4 @@ def _command(words: list[str]) -> tuple[str, ...]:
 def _check_file(name: str) -> None:
     path = Path(name)
     if not path.is_file():
-        around = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise LaunchError(f"{name}: there is no such file{nearest(path.name, around)}")
+        raise LaunchError(f"{name}: there is no such file{nearest_file(path)}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ...utils.errors import nearest_file
 from . import accelerate, colossalai, deepspeed, internlm, legacy_colossalai
 from .found import Found
 
@@ -26,7 +27,7 @@ def read_file(path: Path, source: str | None = None) -> tuple[str, Found]:
     if path.is_dir():
         raise ValueError(f"{path} is a directory; name a configuration in it")
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file")
+        raise ValueError(f"{path}: there is no such file{nearest_file(path)}")
     try:
         text = path.read_text()
     except UnicodeDecodeError:

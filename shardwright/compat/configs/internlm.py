@@ -100,7 +100,6 @@ def read(text: str, file: str) -> Found:
     if "seq_len" in data or "pack_sample_into_one" in data:
         found.recipe["data"] = {"max_length": data["seq_len"]} if "seq_len" in data else {}
         found.recipe["data"]["packing"] = True  # samples always share sequences there
-        found.note("data.seq_len", data.get("seq_len"), _DATA)
     if "lr_scheduler" in given:
         found.recipe["lr_scheduler_type"] = "cosine"  # the one that it has
     _rest(given, found)
