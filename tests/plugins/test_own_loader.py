@@ -264,6 +264,65 @@ def test_going_on_at_another_number_of_ranks_and_another_batch_size(kind: str) -
         assert len(set(seen) & set(left)) <= filled, "samples were seen twice"
 
 
+OWN = {
+    "global generator": lambda drop_last: DataLoader(numbers(22), batch_size=4, shuffle=True, drop_last=drop_last),
+    "generator": lambda drop_last: DataLoader(
+        numbers(22), batch_size=4, shuffle=True, drop_last=drop_last, generator=torch.Generator().manual_seed(5)
+    ),
+    "stream": lambda drop_last: DataLoader(Counting(22), batch_size=4, drop_last=drop_last),
+}
+
+
+def _train(loader: Any, steps: int, asks_for_the_end: bool) -> list[tuple[list[int], float]]:
+    """What each of the next steps reads and draws, as dropout would."""
+    seen: list[tuple[list[int], float]] = []
+    while len(seen) < steps:
+        for batch in loader:
+            seen.append((batches([batch])[0], float(torch.rand(()))))
+            if len(seen) == steps and not asks_for_the_end:
+                break
+    return seen
+
+
+@pytest.mark.parametrize("asks_for_the_end", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", list(OWN))
+def test_a_run_that_goes_on_draws_the_same_numbers(kind: str, drop_last: bool, asks_for_the_end: bool) -> None:
+    """From the states of loader and global generator, as checkpoints hold them: before the first pass, in the middle of
+    one, behind its last batch and behind its end. A pass draws a seed for workers, also where it has none, when it
+    begins, and a sampler with a generator of its own draws from that at its end.
+    """
+    of_a_pass = 5 if drop_last else 6
+    torch.manual_seed(11)
+    straight = _train(shard_dataloader(OWN[kind](drop_last), 1, 0), 3 * of_a_pass, True)
+    for steps in (0, 2, of_a_pass, of_a_pass + 3, 2 * of_a_pass):
+        if asks_for_the_end and steps % of_a_pass:
+            continue
+        torch.manual_seed(11)
+        stopped: Any = shard_dataloader(OWN[kind](drop_last), 1, 0)
+        assert _train(stopped, steps, asks_for_the_end) == straight[:steps]
+        state, drawn = stopped.state_dict(), torch.get_rng_state()
+        resumed: Any = shard_dataloader(OWN[kind](drop_last), 1, 0)
+        resumed.load_state_dict(state)
+        torch.set_rng_state(drawn)
+        assert _train(resumed, 3 * of_a_pass - steps, True) == straight[steps:], steps
+
+
+def test_workers_that_stay_have_their_seed() -> None:
+    """From the first pass on; the others draw none."""
+    settings: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": 1, "persistent_workers": True}
+
+    def make() -> Any:
+        return shard_dataloader(DataLoader(numbers(8), **settings, generator=torch.Generator().manual_seed(5)), 1, 0)
+
+    straight = _train(make(), 6, False)
+    stopped = make()
+    _train(stopped, 2, False)
+    resumed = make()
+    resumed.load_state_dict(stopped.state_dict())
+    assert [read for read, _ in _train(resumed, 4, False)] == [read for read, _ in straight[2:]]
+
+
 def test_a_stream_with_workers() -> None:
     alone = batches(DataLoader(Counting(27), batch_size=4, num_workers=2))
     shares: list[Any] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy
@@ -29,6 +29,7 @@ class ShardedDataLoader(DataLoader):
     """
 
     _pending: int | None = None  # item that the next pass begins at, after load_state_dict
+    _is_seeded = False  # whether that pass had drawn the seed of its workers before it was saved
     _progress: _Progress | None = None  # of the pass begun last
 
     def __init__(self, *args: Any, dealer: Dealer, **kwargs: Any) -> None:
@@ -36,16 +37,27 @@ class ShardedDataLoader(DataLoader):
         self.dealer = dealer
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        resumed = self._pending is not None
+        is_seeded = self._pending is not None and self._is_seeded
         self._progress = _Progress(self._pending or 0)
         self._pending = None
         to_discard = self.dealer.begin(self._progress.start)
-        # A pass draws a seed for workers, which the interrupted one had drawn before it was saved.
-        with torch.random.fork_rng(devices=[]) if resumed and self.generator is None else nullcontext():
+        with self._draws_no_seed() if is_seeded else nullcontext():
             batches = super().__iter__()
         transfers = transfers_to(get_current_device())
         # Without workers this process makes the next batch, with its random numbers: not before it is asked for.
         return Batches(batches, self._progress, to_discard, self.dealer, transfers, self.num_workers > 0)
+
+    @contextmanager
+    def _draws_no_seed(self) -> Iterator[None]:
+        """What torch draws at the beginning of a pass, for its workers, comes from elsewhere: the run that was saved
+        had drawn it. What a sampler draws meanwhile, for workers that begin at once, is drawn as ever.
+        """
+        given, self.generator = self.generator, torch.Generator()
+        self.generator.set_state(torch.get_rng_state() if given is None else given.get_state())
+        try:
+            yield
+        finally:
+            self.generator = given
 
     def __len__(self) -> int:
         return self.dealer.batches(self._begins_at())
@@ -59,11 +71,13 @@ class ShardedDataLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """The same on every data-parallel rank."""
         if self._pending is not None:
-            return self.dealer.state(self._pending, running=False)
+            return {**self.dealer.state(self._pending, running=False), "seeded": self._is_seeded}
         progress = self._progress
         if progress is None or progress.over or progress.is_last(self.dealer):
-            return self.dealer.state(0, running=False)
-        return self.dealer.state(progress.item(self.dealer), running=True)
+            # Workers that stay have their seed for the passes to come, too.
+            stay = self.num_workers > 0 and self.persistent_workers and progress is not None
+            return {**self.dealer.state(0, running=False), "seeded": stay}
+        return {**self.dealer.state(progress.item(self.dealer), running=True), "seeded": True}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, also with another batch size or number of ranks: samples are dealt in one
@@ -71,6 +85,7 @@ class ShardedDataLoader(DataLoader):
         """
         _require_position(state)
         self._pending = self.dealer.load(state)
+        self._is_seeded = state.get("seeded", True)
         self._progress = None
 
 
@@ -87,6 +102,8 @@ def _require_position(state: Any) -> None:
     wrong = [name for name in _NUMBERS if not _is_count(state.get(name, 0))]
     if state.get("samples_per_batch", 1) == 0:
         wrong.append("samples_per_batch")
+    if type(state.get("seeded", True)) is not bool:
+        wrong.append("seeded")
     fits = {name: _is_count(value, _SEEDS) if name == "seed" else _is_state(value) for name, value in order.items()}
     wrong += [f"order.{name}" for name, well in fits.items() if not well]
     if wrong:

@@ -52,9 +52,14 @@ class Share:
         return items // self.round if self.drop_last else -(-items // self.round)
 
     def deal(
-        self, items: Iterable[T], skip: int = 0, note: Callable[[list[T]], None] | None = None
+        self,
+        items: Iterable[T],
+        skip: int = 0,
+        note: Callable[[list[T]], None] | None = None,
+        one_ahead: bool = False,
     ) -> Iterator[list[T]]:
         """This rank's part of every round, from item `skip` on; `note` is told the first round of the order.
+        `one_ahead`: each when the one behind it was asked for.
 
         One rank gets an incomplete last round as it is, like a plain loader's last batch.
         """
@@ -63,12 +68,21 @@ class Share:
         if note is not None:
             note(first)
         rest = itertools.islice(itertools.chain(first, stream), skip, None)
-        while taken := list(itertools.islice(rest, self.round)):
+        rounds = iter(lambda: list(itertools.islice(rest, self.round)), [])
+        for taken in _one_ahead(rounds) if one_ahead else rounds:
             if len(taken) < self.round and self.ranks > 1:
                 if self.drop_last:
                     return
                 taken += itertools.islice(itertools.cycle(first), self.round - len(taken))
             yield taken[self.rank * self.size : (self.rank + 1) * self.size]
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    for item in items:
+        for following in items:
+            yield item
+            item = following
+        yield item
 
 
 class Dealer(ABC):
@@ -221,7 +235,9 @@ class _OrderedDealer(Dealer):
     def _deal(self) -> Iterator[list[Any]]:
         skip, self._skip = self._skip, 0
         self._order.draw()
-        yield from self._share.deal(self._source, skip, self._note)
+        # A sampler may draw once more at its end (RandomSampler does), which comes before the next pass's order: when
+        # the last batch is given it has, so that a position taken then is behind it.
+        yield from self._share.deal(self._source, skip, self._note, one_ahead=self._order.is_drawn_from_own)
 
 
 class DealtSampler(_OrderedDealer, Sampler):

@@ -35,6 +35,11 @@ class SampleOrder:
         self._note: dict[str, Any] = {}  # how to draw the running pass's order again
         self._restore: dict[str, Any] = {}
 
+    @property
+    def is_drawn_from_own(self) -> bool:
+        """Whether the sampler has a generator of its own, whose state a position at the end of a pass has."""
+        return self._own
+
     def announce(self) -> None:
         """A loader begins a pass; its order is drawn when the first sample is asked for."""
         self._running = self._next_epoch
