@@ -29,10 +29,11 @@ class Budgets:
 
     given  seconds, "auto" to learn them from the calls before, None for ever
     least  seconds that are granted at least where they are learned
+    idle   seconds between two calls, None for ever
     """
 
-    def __init__(self, given: float | str | None = "auto", least: float = 0.0) -> None:
-        self.given, self.least = given, least
+    def __init__(self, given: float | str | None = "auto", least: float = 0.0, idle: float | None = None) -> None:
+        self.given, self.least, self.idle = given, least, idle
         self._took: dict[str, deque[float]] = {}
 
     def note(self, call: str, seconds: float) -> None:
@@ -51,7 +52,9 @@ class Budgets:
         return max(self.least, FACTOR * max(took)) if len(took) >= _ENOUGH else None
 
     def why(self, call: str) -> str:
-        """The budget of a call and where it comes from, for messages."""
+        """The budget of a call and where it comes from, for messages. `call` is "" between two."""
+        if not call:
+            return f"{self.idle:g} s, as launch(idle_timeout=...) says"
         seconds = self.of(call)
         if seconds is None:
             return "not known"
@@ -74,6 +77,7 @@ class Heart:
     """
     call    the outermost call that communicates ("Booster.execute_pipeline"), "" outside of any
     since   when it began, on the monotonic clock
+    left    when the one before ended; None before the first has
     number  calls that have begun
     action  of a pipeline, the one that runs or ran last; printed when asked
     bucket  of gradients, the one that was launched last
@@ -82,6 +86,7 @@ class Heart:
     def __init__(self) -> None:
         self.call = ""
         self.since = 0.0
+        self.left: float | None = None
         self.number = 0
         self.action: Action | None = None
         self.bucket: int | None = None
@@ -101,14 +106,19 @@ class Heart:
         self.action = self.bucket = None
 
     def leave(self, completed: bool = True) -> None:
+        self.left = time.monotonic()
         call, self.call = self.call, ""
         if completed and call:
-            self.budgets.note(call, time.monotonic() - self.since)
+            self.budgets.note(call, self.left - self.since)
 
     def excuse(self, start: float, stop: float) -> None:
-        """The process was stopped in between, on the monotonic clock, and a call that had begun with it."""
+        """The process was stopped in between, on the monotonic clock, and with it a call that had begun, or the time
+        since the last one.
+        """
         if self.since <= start:
             self.since += stop - start
+        if self.left is not None and self.left <= start:
+            self.left += stop - start
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -120,13 +130,16 @@ class Heart:
             self.since = time.monotonic()
 
     def overdue(self) -> float | None:
-        """Seconds that the call has run, if these are more than its budget."""
+        """Seconds that the call has run, or that there has been none, if these are more than the budget."""
         call, since = self.call, self.since
-        budget = self.budgets.of(call) if call else None
-        if budget is None:
-            return None
-        took = time.monotonic() - since
-        return took if took > budget else None
+        budget = self.budgets.of(call) if call else self.budgets.idle
+        took = time.monotonic() - since if call else self.idle()
+        return took if budget is not None and took > budget else None
+
+    def idle(self) -> float:
+        """Seconds since the last call; 0 in one, and before the first."""
+        left = self.left
+        return 0.0 if self.call or left is None else time.monotonic() - left
 
     def words(self) -> str:
         """ "Booster.execute_pipeline (7), action 1F2 (stage 1, microbatch 2)": the seventh such call and what came

@@ -213,6 +213,11 @@ class Job:
                 time.sleep(0.02)
         return not names
 
+    @property
+    def has_store(self) -> bool:
+        """False once this rank has found it gone."""
+        return not self._store_is_gone
+
     def require_store(self, what: str) -> None:
         """BrokenJobError if the store is gone, of which `what` is what came of it."""
         if self._store_is_gone:

@@ -61,6 +61,7 @@ def launch(
     verbose: bool = False,
     step_timeout: StepTimeout = "auto",
     deterministic: bool = False,
+    idle_timeout: float | None = None,
 ) -> None:
     """Join the job of `world_size` processes as `rank`; rank 0 listens at `host:port`.
 
@@ -79,9 +80,12 @@ def launch(
                 `timeout`; None: for ever
     deterministic  two runs of one script on one layout give the same bits: operators that could not are refused by
                 their names. False leaves torch as it is
+    idle_timeout  seconds that ranks may spend in the script's own code, behind one call of shardwright's and before the
+                next: a job in which one takes longer ends as by step_timeout, also where all of them hang there, which
+                no other rank waits for. None: for ever; rank 0 says so after `timeout`
 
-    A second call with the same rank and world size only sets the seed and the configuration, and step_timeout where it
-    names another than "auto", which leaves what was set and learned before.
+    A second call with the same rank and world size only sets the seed and the configuration, and step_timeout and
+    idle_timeout where it names others than the defaults, which leave what was set and learned before.
     """
     global _member
     loaded = load_config(config)
@@ -89,7 +93,7 @@ def launch(
         raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
     resolved = resolve_backend(backend)
     limit = _limit(timeout)
-    budgets = Budgets(_step_limit(step_timeout), LEAST * limit.total_seconds())
+    budgets = Budgets(_step_limit(step_timeout), LEAST * limit.total_seconds(), _idle_limit(idle_timeout))
     check_deterministic(deterministic)
     is_watched = dist.is_initialized() and job.current() is not None  # by what an earlier call has set up
     if deterministic:
@@ -111,8 +115,11 @@ def launch(
         _member = os.getpid()
     if world_size > 1 and job.current() is None and dist.get_backend() != "fake":
         _fail_together(limit)
+    if idle_timeout is None and is_watched:
+        budgets.idle = heart.budgets.idle
     if step_timeout != "auto" or not is_watched:
         heart.budgets = budgets
+    heart.budgets.idle = budgets.idle
     set_seed(seed)
     set_launch_config(loaded)
     if verbose and rank == 0:
@@ -128,9 +135,10 @@ def launch_from_torch(
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     step_timeout: StepTimeout = "auto",
     deterministic: bool = False,
+    idle_timeout: float | None = None,
 ) -> None:
     """Join the job that torchrun, srun or mpirun started; under plain python become a job of one process."""
-    _launch_as(environment.detect(), backend, seed, config, timeout, verbose, step_timeout, deterministic)
+    _launch_as(environment.detect(), backend, seed, config, timeout, verbose, step_timeout, deterministic, idle_timeout)
 
 
 @explained({})
@@ -144,6 +152,7 @@ def launch_from_slurm(
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     step_timeout: StepTimeout = "auto",
     deterministic: bool = False,
+    idle_timeout: float | None = None,
 ) -> None:
     """Join the job that srun started. `host` defaults to the first node of the step, `port` to one derived from the
     job id.
@@ -157,6 +166,7 @@ def launch_from_slurm(
         verbose,
         step_timeout,
         deterministic,
+        idle_timeout,
     )
 
 
@@ -171,6 +181,7 @@ def launch_from_openmpi(
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     step_timeout: StepTimeout = "auto",
     deterministic: bool = False,
+    idle_timeout: float | None = None,
 ) -> None:
     """Join the job that OpenMPI's mpirun started. `host` is where rank 0 runs; without it, MASTER_ADDR or this
     machine.
@@ -184,6 +195,7 @@ def launch_from_openmpi(
         verbose,
         step_timeout,
         deterministic,
+        idle_timeout,
     )
 
 
@@ -196,9 +208,10 @@ def _launch_as(
     verbose: bool,
     step_timeout: StepTimeout,
     deterministic: bool,
+    idle_timeout: float | None,
 ) -> None:
     place = me.rank, me.world_size, me.host, me.port
-    launch(*place, backend, seed, me.local_rank, config, timeout, verbose, step_timeout, deterministic)
+    launch(*place, backend, seed, me.local_rank, config, timeout, verbose, step_timeout, deterministic, idle_timeout)
 
 
 def resolve_backend(backend: str | None) -> str:
@@ -344,6 +357,14 @@ def _step_limit(step_timeout: StepTimeout) -> StepTimeout:
             "before, or None for no limit"
         )
     return step_timeout
+
+
+def _idle_limit(idle_timeout: float | None) -> float | None:
+    if idle_timeout is None:
+        return None
+    if isinstance(idle_timeout, bool | str) or not isinstance(idle_timeout, int | float) or not idle_timeout > 0:
+        raise ValueError(f"idle_timeout={idle_timeout!r} must be a positive number of seconds, or None for no limit")
+    return idle_timeout
 
 
 def _tell_nccl() -> None:

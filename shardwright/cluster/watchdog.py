@@ -1,9 +1,10 @@
 """The thread that ends a job in which a step takes longer than its budget, and says which rank the others wait for.
 
 It looks at the clock and at the notes of `heart`, without a collective and without the store, which may hang as well.
-When this rank's call is overdue it asks the others through the store: everybody writes where it stands (`standing`),
-from its watching thread (`watch`), so that a main thread that waits in C++ cannot keep it from that. From what comes in
-follows who is late (`verdict`). Then the job ends as it does by any failure (`ending`), with an exit code of its own.
+When this rank's call is overdue, or the next one is, it asks the others through the store: everybody writes where it
+stands (`standing`), from its watching thread (`watch`), so that a main thread that waits in C++ cannot keep it from
+that. From what comes in follows who is late (`verdict`). Then the job ends as it does by any failure (`ending`), with
+an exit code of its own.
 
     stalled              "<n> <rank>": the last inquiry and who makes it; n is odd while it is open
     standing/<n>/<rank>  what the rank has answered to the n-th
@@ -23,11 +24,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from ..logging import get_dist_logger
 from . import groups
 from .ending import leave_alone
 from .failure import LEFT, STALLED, Failure, main_stack
 from .heart import OUTSIDE, heart
-from .job import POLL, Job
+from .job import POLL, Job, is_running
 from .standing import COMPILATION, DEBUGGER, Standing, stand
 from .stopped import is_stopped, kill_if_stopped, kill_stopped
 
@@ -54,6 +56,7 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         looked = awake = time.monotonic()
+        told = 0  # of what number of calls, that there has been none since for long
         while not self._done.wait(POLL):
             before, looked = looked, time.monotonic()
             if looked - before > _STOPPED:  # SIGSTOP and SIGCONT, a suspended job
@@ -62,16 +65,20 @@ class Watchdog(threading.Thread):
             asked = self._asked_since()
             if asked is not None and is_silent(looked - max(asked, awake), self._job.server):
                 _end_alone(self._job, f"it waits, in {heart.words()}, and has heard nothing for {looked - asked:.0f} s")
+            if heart.number != told and _is_long_idle(self._job):
+                told = heart.number
             took = heart.overdue()
-            if took is None or self._job.failure is not None:
+            if took is None or self._job.failure is not None or (self._job.ending and not heart.call):
                 continue
             number = heart.number
             inquiry = threading.Thread(target=_inquire, args=(self._job, took), daemon=True)
             inquiry.start()
             inquiry.join(_STORE)
-            if inquiry.is_alive() and self._job.failure is None and heart.number == number and heart.overdue():
+            is_lost = inquiry.is_alive() or not self._job.has_store
+            if is_lost and self._job.failure is None and heart.number == number and heart.overdue():
                 _end_alone(
-                    self._job, f"{heart.call} had taken {took:.0f} s; its budget is {heart.budgets.why(heart.call)}"
+                    self._job,
+                    f"{heart.call or OUTSIDE} had taken {took:.0f} s; its budget is {heart.budgets.why(heart.call)}",
                 )
             looked = time.monotonic()
 
@@ -138,7 +145,8 @@ def _inquire(job: Job, took: float) -> None:
         heart.excuse(heart.since, time.monotonic())  # the budget anew
         _close(job, inquiry)
         return
-    failure = job.first(_failure(job, {job.rank: mine, **standings}, f"{call} had taken {took:.0f} s", call))
+    said = f"{call or OUTSIDE} had taken {took:.0f} s"
+    failure = job.first(_failure(job, {job.rank: mine, **standings}, said, call))
     job.announce("ended")
     if failure.kind == STALLED:
         kill_stopped(job, [failure.rank])
@@ -168,7 +176,7 @@ def _failure(job: Job, standings: Mapping[int, Standing], took: str, call: str) 
     lines += [f"rank {rank} ({job.ask(f'place/{rank}') or 'no place yet'}) does not answer" for rank in silent]
     summary = (
         f"{took} on rank {job.rank}; its budget is {heart.budgets.why(call)}. Look at what rank {late} was doing; "
-        "steps that need longer: launch(step_timeout=seconds)"
+        + ("steps that need longer: launch(step_timeout=seconds)" if call else "what needs longer: a larger one")
     )
     found = standings.get(late)
     return Failure(
@@ -238,6 +246,21 @@ def _highest(standings: Mapping[int, Standing]) -> dict[str, int]:
     return found
 
 
+def _is_long_idle(job: Job) -> bool:
+    """Rank 0 says so where nothing ends a job that is in the script's own code for longer than any rank would wait for
+    another: all of them may be.
+    """
+    limit, idle = groups.get_timeout(), heart.idle()
+    if job.rank or job.ending or limit is None or heart.budgets.idle is not None or idle < limit.total_seconds():
+        return False
+    _, frames = main_stack()
+    get_dist_logger().warning(
+        f"rank 0 has been in {OUTSIDE} for {idle:.0f} s; launch(idle_timeout=seconds) ends a job that is for longer"
+        + "".join(f"\n  {frame}" for frame in frames)
+    )
+    return True
+
+
 def is_silent(seconds: float, server: tuple[str, int]) -> bool:
     """Whether a store that has not answered for so long will not, and the main thread waits for that or for other
     ranks. What it computes meanwhile, it may.
@@ -256,6 +279,7 @@ def _end_alone(job: Job, why: str) -> None:
     """The store does not answer."""
     host, pid = job.server
     stopped = kill_if_stopped(host, pid)
-    served = f"{job.served_by} (process {pid} on {host}), which serves it, {'was' if stopped else 'may be'} stopped"
+    how = "was stopped" if stopped else "may be stopped" if is_running(host, pid) else "has ended"
+    served = f"{job.served_by} (process {pid} on {host}), which serves it, {how}"
     mine = stand(job.rank, job.place)
     leave_alone(f"{mine.who} ended the job: {why}. The job's store does not answer: {served}\n{mine.whole()}")

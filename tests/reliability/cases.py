@@ -82,6 +82,16 @@ CASES = [
         seconds=BOOST,
     ),
     *(
+        _stalled(
+            "sleep all",
+            layout,
+            0,
+            "code outside of shardwright had taken",
+            "all ranks hang in their own code, under idle_timeout=",
+        )
+        for layout in ("zero2", "pp2")
+    ),
+    *(
         _stalled("sleep", layout, rank, "commit: time.sleep(300)", "waits in its own code")
         for layout, rank in (("pp2", 1), ("tp2", 0), ("zero2", 1), ("zero3", 0), ("ddp", 0), ("fsdp", 1))
     ),

@@ -64,7 +64,7 @@ def commit(fault: str, model: Any, optimizer: Any) -> None:
         case "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
-        case "sleep":
+        case "sleep" | "sleep all":
             time.sleep(300)
         case "slow":
             time.sleep(1)
@@ -146,7 +146,12 @@ def main() -> None:
     if fault == "port" and os.environ["SLURM_PROCID"] == "0":
         taken.bind(("", int(os.environ["MASTER_PORT"])))
         taken.listen()
-    shardwright.launch_from_torch(seed=1, timeout={"port": 10, "stop first": 20}.get(fault, 60), step_timeout=limit)
+    shardwright.launch_from_torch(
+        seed=1,
+        timeout={"port": 10, "stop first": 20}.get(fault, 60),
+        step_timeout=limit,
+        idle_timeout=limit if fault == "sleep all" else None,
+    )
     rank = torch.distributed.get_rank()
     is_culprit = rank == culprit
     if is_culprit:
@@ -166,7 +171,7 @@ def main() -> None:
         return loss
 
     for step in range(1, STEPS + 1):
-        if is_culprit and step == when:
+        if (is_culprit or fault == "sleep all") and step == when:
             broken_disk(fault)
             try:
                 commit(fault, model.unwrap(), optimizer)

@@ -251,13 +251,17 @@ def test_the_default_parser_knows_what_launch_needs() -> None:
 
 
 def _launched_again(rank: int, world: int) -> list[Any]:
-    """What is given of a step's time after each call."""
+    """What is given of a step's time, and of that between two, after each call."""
     found = []
-    for given in ({"step_timeout": 30}, {}, {"seed": 7}, {"step_timeout": 40}, {"step_timeout": None}, {}):
+    steps = ({"step_timeout": 30}, {}, {"seed": 7}, {"step_timeout": 40}, {"step_timeout": None}, {})
+    for given in (*steps, {"idle_timeout": 9}, {"step_timeout": 5}, {}):
         shardwright.launch(rank, world, None, None, **given)  # type: ignore[arg-type]
-        found.append(heart.budgets.given)
+        found.append((heart.budgets.given, heart.budgets.idle))
     return found
 
 
 def test_a_second_call_keeps_what_it_does_not_name() -> None:
-    assert run_ranks(_launched_again, 2, timeout=60) == [[30, 30, 30, 40, None, None]] * 2
+    assert (
+        run_ranks(_launched_again, 2, timeout=60)
+        == [[*((step, None) for step in (30, 30, 30, 40, None, None)), (None, 9), (5, 9), (5, 9)]] * 2
+    )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwright.cluster import watchdog
 from shardwright.cluster.heart import OUTSIDE, Budgets, Heart
 from shardwright.cluster.job import Job
-from shardwright.cluster.launch import _step_limit
+from shardwright.cluster.launch import _idle_limit, _step_limit
 from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with
 from shardwright.cluster.watch import Watch
 from shardwright.cluster.watchdog import is_excused, is_silent, verdict
@@ -138,10 +138,31 @@ def test_calls_inside_of_calls_are_one() -> None:
     assert heart.words() == "code outside of shardwright"
 
 
+def test_the_time_between_calls_has_a_budget_of_its_own() -> None:
+    heart = Heart()
+    heart.budgets = Budgets(None, idle=1e-9)
+    assert heart.overdue() is None  # before the first
+    heart.enter("Booster.boost")
+    assert heart.overdue() is None
+    assert heart.idle() == 0
+    heart.leave()
+    assert heart.overdue() is not None
+    assert heart.budgets.why("") == "1e-09 s, as launch(idle_timeout=...) says"
+    assert heart.left is not None
+    heart.excuse(heart.left, heart.left + 60)
+    assert heart.overdue() is None
+    heart.budgets.idle = None
+    heart.left -= 600
+    assert heart.idle() > 500
+    assert heart.overdue() is None
+
+
 @pytest.mark.parametrize("value", [0, -1, True, "soon"])
 def test_a_limit_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"step_timeout=.* must be a positive number of seconds, 'auto'"):
         _step_limit(value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"idle_timeout=.* must be a positive number of seconds, or None"):
+        _idle_limit(value)  # type: ignore[arg-type]
 
 
 def test_a_store_that_ends_before_the_first_look_is_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
