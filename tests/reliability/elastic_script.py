@@ -38,8 +38,18 @@ class Texts(Dataset):  # type: ignore[type-arg]
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-def plugin_of(layout: str) -> Any:
+def plugin_of(layout: str, model: Any, optimizer: torch.optim.Optimizer) -> Any:
     match layout:
+        case "searched":
+            asked: dict[str, Any] = {
+                "global_batch_size": BATCH,
+                "sequence_length": 8,
+                "gpu": "h100",
+                "gpus_per_node": 1,
+            }
+            found = HybridParallelPlugin.from_search(model, optimizer, precision="fp32", **asked)
+            print(found.search_report, flush=True)
+            return found
         case "pp":
             return HybridParallelPlugin(pp_size=dist.get_world_size(), num_microbatches=2, precision="fp32")
         case "tp":
@@ -54,12 +64,14 @@ def train(run: elastic.Run) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 16}
-    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, **sizes)
-    plugin = plugin_of(sys.argv[1])
-    replicas, _ = plugin.data_parallel
-    booster, model = Booster(plugin=plugin, on_nan="stop"), LlamaForCausalLM(config)
-    loader = plugin.prepare_dataloader(Texts(), batch_size=BATCH // replicas, shuffle=True, seed=3, drop_last=True)
+    layers = 4 if sys.argv[1] == "searched" else 2
+    config = LlamaConfig(num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plugin = plugin_of(sys.argv[1], model, optimizer)
+    replicas, _ = plugin.data_parallel
+    booster = Booster(plugin=plugin, on_nan="stop")
+    loader = plugin.prepare_dataloader(Texts(), batch_size=BATCH // replicas, shuffle=True, seed=3, drop_last=True)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
     directory = Path(sys.argv[2])
     run.resume(booster, model, optimizer, dataloader=loader)

@@ -43,6 +43,7 @@ def never_hit(layout: str, directory: Path) -> dict[str, torch.Tensor]:
         ("dp", "stop", 1, [1, 2, 3, 4, 5, 6, 7, 8]),
         ("tp", "kill", 1, [1, 2, 3, 4, 5, 6, 7, 8]),
         ("dp", "terminate", 4, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("searched", "kill", 4, [1, 2, 3, 4, 5, 6, 7, 8]),  # the planner chooses the layout of both
     ],
 )
 def test_a_job_that_was_ended_goes_on(layout: str, fault: str, again: int, taken: list[int], tmp_path: Path) -> None:
