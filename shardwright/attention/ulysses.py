@@ -89,8 +89,10 @@ class Ulysses:
         value = self._trade.to_heads(value, shares.key_sizes)
         if query.shape[HEADS]:
             out = self._whole(module, query, key, value, attention_mask, view, shares, options)
-        else:  # still part of the graph, whose backward has all-to-alls
+        else:  # still part of the graph, whose backward has all-to-alls and, under ZeRO 3, gathers
             nothing = key.sum() + value.sum()  # of another length than queries, across from a decoder
+            for learned in _learned(module, attention_mask, options):
+                nothing = nothing + learned.sum()
             out = (query[..., :1] + nothing).expand(*query.shape[:-1], value.shape[-1]).transpose(HEADS, SEQUENCE)
         return self._trade.to_sequence(out, sizes), None
 
@@ -131,6 +133,12 @@ class Ulysses:
             mask = None if documents is None else documents[:, 0, 0] > 0
         out, _ = self._native(module)(seen, query, key, value, mask, **kept)
         return out
+
+
+def _learned(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> list[Tensor]:
+    """What joins the scores and has a gradient: a bias by relative position, also as a mask; sinks."""
+    terms = (mask, options.get("position_bias"), options.get("s_aux"), getattr(module, "sinks", None))
+    return [term for term in terms if isinstance(term, Tensor) and term.requires_grad]
 
 
 class HeadsOf:
