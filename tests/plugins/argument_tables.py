@@ -51,6 +51,10 @@ def launch_table() -> dict[str, list[Any]]:
             Changes(deterministic, False, True),
             Refused(options("deterministic"), "yes", "deterministic='yes' must be True or False"),
         ],
+        "idle_timeout": [
+            Changes(lambda value: (launched(idle_timeout=value), heart.budgets.idle)[1], None, 5.0),
+            Refused(options("idle_timeout"), 0, "idle_timeout=0 must be a positive number of seconds, or None"),
+        ],
         "step_timeout": [
             Changes(lambda value: (launched(step_timeout=value), heart.budgets.of("Model.forward"))[1], "auto", 5.0),
             Refused(options("step_timeout"), 0, "step_timeout=0 must be a positive number of seconds, 'auto'"),
