@@ -122,7 +122,7 @@ class Checkpoints:
                     "load(model=...) of a model with an optimizer: pass optimizer= too, or use load_model "
                     "for weights alone"
                 )
-        return load(
+        found = load(
             _path(path),
             position,
             agreement,
@@ -133,6 +133,9 @@ class Checkpoints:
             dataloader=dataloader,
             check=check,
         )
+        if isinstance(optimizer, OptimizerWrapper) and optimizer.loss_guard is not None and found["step"] is not None:
+            optimizer.loss_guard.go_on_behind(found["step"])
+        return found
 
     def save_model(
         self,

@@ -9,6 +9,10 @@ different names in one directory, and remove nothing, do not meet.
 Where a file system has no such locks, who holds the directory is what the file says: a process of this machine that
 runs, known by the time at which it started, keeps others out. Others, and where the file is another user's, nothing
 does, and the log says so once: what is wrong with a directory is said by the save itself.
+
+A process loses all locks of a file when it closes any descriptor of it, as a script does that copies or uploads its
+run's directory. What the file says keeps others of the machine from all of the directory then, too, until the next save
+takes the lock again. It says which file it is: a copy of it claims nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ NAME = ".shardwright-lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _HEADER = 4096  # bytes in which holders say who they are; locked bytes lie behind, where nothing is written
 _WORDS = 250  # bytes of these
-_HOLDER = re.compile(r"process (?P<pid>\d{1,10}) on (?P<host>.*), started at (?P<started>\d+)")
+_HOLDER = re.compile(
+    r"(?P<who>process (?P<pid>\d{1,10}) on (?P<host>.*), started at (?P<started>\d+)), file (?P<file>\d+)"
+)
 _held: dict[Path, int] = {}  # descriptors by directory; to close one would free all of its locks
 _own: set[Path] = set()  # of these directories those in which this process keeps others from something
 _process = 0  # that opened them
@@ -96,19 +102,29 @@ def lock(target: Path, whole: bool) -> None:
             raise ValueError(f"{directory / NAME} is a link, which saves do not follow: remove it") from None
         _say_unlocked(directory, error)
         return
+    holder = _holder(descriptor)
+    other_runs = _is_another_that_runs(holder, descriptor)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
     except OSError as error:
-        holder = _holder(descriptor)
-        if error.errno in _TAKEN or _is_another_that_runs(holder):
-            raise DirectoryTaken(
-                f"another job that is still running saves to {directory} ({holder}): give this one a "
-                "directory of its own, or end the other first. If that machine has crashed and the file system does "
-                f"not know it yet, remove {directory / NAME}"
-            ) from None
+        if error.errno in _TAKEN or other_runs:
+            raise _taken(directory, holder) from None
         _say_unlocked(directory, error, "a job of another machine")
+    if whole and other_runs:
+        fcntl.lockf(descriptor, fcntl.LOCK_UN, length, start)
+        raise _taken(directory, holder)
     _own.add(directory)
-    _say_holder(descriptor, f"process {os.getpid()} on {socket.gethostname()}, started at {_started(os.getpid())}")
+    me, file = os.getpid(), os.fstat(descriptor).st_ino
+    _say_holder(descriptor, f"process {me} on {socket.gethostname()}, started at {_started(me)}, file {file}")
+
+
+def _taken(directory: Path, holder: str) -> DirectoryTaken:
+    found = _HOLDER.fullmatch(holder)
+    return DirectoryTaken(
+        f"another job that is still running saves to {directory} ({holder if found is None else found['who']}): give "
+        "this one a directory of its own, or end the other first. If that machine has crashed and the file system does "
+        f"not know it yet, remove {directory / NAME}"
+    )
 
 
 def _say_holder(descriptor: int, words: str) -> None:
@@ -137,10 +153,12 @@ def _holder(descriptor: int) -> str:
     return said or "it has not said which"
 
 
-def _is_another_that_runs(holder: str) -> bool:
-    """Whether these words of a holder are of a process of this machine that has not ended, and is not this one."""
+def _is_another_that_runs(holder: str, descriptor: int) -> bool:
+    """Whether these words of a holder of this file are of a process of this machine that has not ended, and is not
+    this one.
+    """
     found = _HOLDER.fullmatch(holder)
-    if found is None or int(found["pid"]) == os.getpid():
+    if found is None or int(found["pid"]) == os.getpid() or int(found["file"]) != os.fstat(descriptor).st_ino:
         return False
     pid = int(found["pid"])
     return is_running(found["host"], pid) and _started(pid) == found["started"]

@@ -43,13 +43,13 @@ class Witness(Protocol):
 
 
 class LossGuard:
-    """Watches the losses that one optimizer calls backward on. Steps count from 1."""
+    """Watches the losses that one optimizer calls backward on. Steps count from 1, or from a checkpoint's."""
 
     def __init__(self, policy: str = "warn") -> None:
         if policy not in POLICIES:
             raise one_of("on_nan", policy, POLICIES)
         self.policy = policy
-        self.step = 0  # steps asked for
+        self.step = 0  # steps asked for, by the whole run
         self.skipped = 0
         self._found = 0
         # their sums, since one that is not finite makes a sum so: of the running step, and of steps that were taken and
@@ -80,6 +80,10 @@ class LossGuard:
         self._losses = None
         if self.witness is not None:
             self.witness.forget()
+
+    def go_on_behind(self, step: int) -> None:
+        """What is said from here on names the run's steps, not this process's: a checkpoint of `step` was loaded."""
+        self.step, self._losses, self._taken = step, None, None
 
     def withholds(self, optimizer: Any) -> bool:
         """Called first in every step: whether the step must not be taken. All ranks answer alike."""

@@ -186,3 +186,29 @@ def train_with_criterion(rank: int, world: int, settings: dict) -> None:
 )
 def test_a_criterion_of_ones_own(settings: dict) -> None:
     run_ranks(train_with_criterion, settings.get("tp_size", 1) * settings.get("pp_size", 1), settings)
+
+
+@keep_float64()
+def train_with_a_choice(rank: int, world: int, changing: int) -> None:
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", num_microbatches=2))
+    reference, model = zoo.build("llama-causal-lm"), zoo.build("llama-causal-lm")
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    batch = zoo.inputs("llama-causal-lm", batch_size=4, seed=1)
+    loss = reference(**batch).loss
+    loss.backward()
+
+    def criterion(outputs: Any, inputs: Any) -> torch.Tensor:
+        own: torch.Tensor = outputs.loss
+        return own * 1.0 if rank == changing else own
+
+    mine = {name: value.chunk(2)[rank] for name, value in batch.items()}
+    result = booster.execute_pipeline(iter([mine]), model, criterion, optimizer, return_outputs=True)
+    for found in (result["loss"], result["outputs"]["loss"]):
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
+    compare_models(reference, model, gradients=optimizer.gradients(), weights=False)
+
+
+def test_a_criterion_that_hands_back_the_model_s_loss_on_one_rank() -> None:
+    """As one does that looks at the batch; what ranks exchange of the loss is equally much all the same."""
+    for changing in (0, 1):
+        run_ranks(train_with_a_choice, 2, changing)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -92,3 +94,17 @@ def test_what_waits_for_a_device_outlives_cleared_gradients() -> None:
     guard.note(torch.tensor(1.0))
     guard.withholds(None)
     assert len(told) == 1
+
+
+def test_steps_are_named_as_the_run_counts_them(tmp_path: Path) -> None:
+    """Also by a process that has gone on from a checkpoint."""
+    booster, model = Booster(device="cpu", on_nan="stop"), nn.Linear(4, 4)
+    wrapped, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    booster.save(tmp_path / "step-7", wrapped, optimizer, step=7)
+    booster.load(tmp_path, wrapped, optimizer)
+    for factor in (1.0, math.nan):
+        booster.backward(wrapped(torch.ones(2, 4)).sum() * factor, optimizer)
+        if factor == 1.0:
+            optimizer.step()
+    with pytest.raises(NonFiniteLoss, match=r"the loss of step 9 is not finite, .*: the weights are those of step 8"):
+        optimizer.step()

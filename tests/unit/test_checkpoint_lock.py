@@ -34,8 +34,9 @@ fcntl.lockf = refuse
 class _Other:
     """Another job's process, which holds the lock of `target` until it is killed."""
 
-    def __init__(self, target: Path, how: str, before: str = "") -> None:
-        command = [sys.executable, "-c", before + _OTHER, str(target), how]
+    def __init__(self, target: Path, how: str, before: str = "", after: str = "") -> None:
+        script = before + _OTHER.replace('print("locked"', after + 'print("locked"')
+        command = [sys.executable, "-c", script, str(target), how]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "locked\n"
@@ -84,6 +85,23 @@ def test_a_run_claims_its_directory_before_it_saves(tmp_path: Path) -> None:
     _Other(tmp_path / "all", "whole").kill()  # nothing of the look has stayed
 
 
+def test_a_run_whose_script_reads_the_file_of_locks(tmp_path: Path) -> None:
+    """Which frees its locks, as copying the directory does: it keeps others out, and the copy is free."""
+    run = tmp_path / "run"
+    run.mkdir()
+    copies = 'import shutil\nshutil.copytree(Path(sys.argv[1]).parent, sys.argv[1] + ".copy")\n'
+    other = _Other(run / "all", "whole", after=copies)
+    with pytest.raises(
+        DirectoryTaken, match=rf"saves to {run} \(process {other.process.pid} on [^,]*, started at \d+\)"
+    ):
+        claim(run)
+    with pytest.raises(DirectoryTaken):
+        trained(1).save(run / "step-1", keep_last=1)
+    claim(run / "all.copy")
+    other.kill()
+    claim(run)
+
+
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that the file names keeps others out while it runs, and no other that got its number later."""
     said: list[str] = []
@@ -103,7 +121,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         claim(tmp_path)
     file = tmp_path / NAME
     words = file.read_bytes()
-    file.write_bytes(words.rstrip() + b"0 ")  # one that started at another time had the number
+    file.write_bytes(words.replace(b", file", b"0, file"))  # one that started at another time had the number
     claim(tmp_path)
     file.write_bytes(words)
     other.kill()

@@ -182,7 +182,7 @@ class GlobalLoss:
         self._shared = shared_entries(self.microbatches)
         self._weight_sum: torch.Tensor | None = None
         self.summed_entries: dict[Path, torch.Tensor] = {}  # of the model's outputs: global means, once reported
-        self.is_outputs_own = True  # whether the loss is what the model returns as such, or nobody knows
+        self.is_outputs_own = True  # whether all losses are what the model returns as such, or nobody knows
 
     @property
     def is_watched(self) -> bool:
@@ -241,12 +241,16 @@ class GlobalLoss:
         assert self.total is not None
         if self.group is None:
             return self.total.clone()
-        mine = [self.total, *self.summed_entries.values()]
+        # Where the loss is the model's own it goes as an entry, too: on another rank the criterion may have done
+        # something with it, depending on the batch, and all ranks must send equally much.
+        own = {_LOSS: self.total} if self.is_watched and self.is_outputs_own else {}
+        summed = dict(sorted({**own, **self.summed_entries}.items(), key=lambda entry: entry[0] != _LOSS))
+        mine = [self.total, *summed.values()]
         widest = functools.reduce(torch.promote_types, (part.dtype for part in mine))
         sums = torch.stack([part.to(widest) for part in mine])
         dist.all_reduce(sums, group=self.group)
         total, *entries = (value.to(part.dtype) for part, value in zip(mine, sums.unbind(), strict=True))
-        self.summed_entries = dict(zip(self.summed_entries, entries, strict=True))
+        self.summed_entries = dict(zip(summed, entries, strict=True))
         return total
 
     def _followed(self, watcher: TermWatcher, index: int, output: Any) -> torch.Tensor:
@@ -269,18 +273,20 @@ class GlobalLoss:
                 f"the loss has {self._num_questions} means or counts in the first microbatch and "
                 f"{watcher.num_questions} in microbatch {index}: it takes another way there. {HOW_TO_WEIGH}"
             )
+        owned = self.total if self.is_outputs_own else None  # of microbatches that gave it back as it was
         self._compare_own(loss, output)
         for path, value in tensors_by_path(output):
             if path == _LOSS and self.is_outputs_own:
                 continue  # which `total` is
             if not value.dim() and watcher.is_sum(value):
-                part, before = exact(value.detach()), self.summed_entries.get(path)
+                part, before = exact(value.detach()), self.summed_entries.get(path, owned if path == _LOSS else None)
                 self.summed_entries[path] = part if before is None else before + part
         watcher.close()
         return exact(loss)
 
     def _compare_own(self, loss: torch.Tensor, output: Any) -> None:
-        self.is_outputs_own = any(value is loss for path, value in tensors_by_path(output) if path == _LOSS)
+        is_own = any(value is loss for path, value in tensors_by_path(output) if path == _LOSS)
+        self.is_outputs_own = self.is_outputs_own and is_own
 
     def _weighted(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         if self._whole:
