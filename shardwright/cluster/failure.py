@@ -27,7 +27,11 @@ ADVICE = {
     LEFT: "All ranks must take equally many steps: plugin.prepare_dataloader gives them equally many batches",
 }
 TERMINATED = "shardwright.elastic.run, Trainer and SaveOnSignal let all ranks save first"
-_WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "shardwright/comm/", "shardwright/cluster/job.py")
+# Files in whose frames a thread waits for other ranks, or for the store: what calls into it from C++ leaves no other.
+_WAITING = (
+    *("torch/distributed/", "torch/nn/parallel/distributed.py", "shardwright/comm/", "shardwright/cluster/job.py"),
+    *("shardwright/cluster/recovery.py", "shardwright/checkpoint/roll_call.py"),
+)
 FRAMES = 3  # of a condensed traceback
 _LONGEST = 20_000  # characters of a traceback in the store
 _PACKAGE = str(Path(__file__).parents[1])

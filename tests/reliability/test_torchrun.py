@@ -79,6 +79,27 @@ def test_a_job_that_is_told_to_end_saves_and_ends_in_time(tmp_path: Path) -> Non
     assert steps(tmp_path) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.sweep
+def test_a_job_whose_agent_is_stopped_ends(tmp_path: Path) -> None:
+    """SIGSTOP to torchrun, which serves the store: ranks meet in it when they begin to save."""
+
+    def stop(agent: int) -> bool:
+        if len(steps(tmp_path)) < 3:
+            return False
+        os.kill(agent, signal.SIGSTOP)
+        (tmp_path / "hit").touch()
+        return True
+
+    ended = train("dp", tmp_path, stop, FAULT="slow")
+    assert ended.code == -signal.SIGKILL
+    assert "The job's store does not answer: " in ended.printed, ended.printed
+    assert "which serves it, was stopped" in ended.printed, ended.printed
+    assert ended.seconds < 8 * PATIENCE
+    again = train("dp", tmp_path)
+    assert again.code == 0, again.printed
+    assert steps(tmp_path)[-1] == STEPS
+
+
 def test_a_second_job_in_the_directory_of_a_first_is_refused(tmp_path: Path) -> None:
     told: list[str] = []
 
