@@ -63,7 +63,7 @@ class Places:
 
     def _name(self, module: nn.Module) -> str:
         name = self._names.get(id(module))
-        return f"{name} ({type(module).__name__})" if name else ""
+        return f"{name} ({type(module).__name__.removeprefix('FSDP')})" if name else ""
 
     def here(self) -> tuple[bool, str, str]:
         """(whether in the backward, module, line) of the operator that is called now."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...cluster.heart import heart
 from ...utils.pytree import TorchDispatchMode, tree_leaves
@@ -71,7 +72,11 @@ class Trace(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        hooks = [param.register_hook(self._note_gradient) for param in self._model.parameters() if param.requires_grad]
+        # FSDP2's parameters see no gradient; there `first` is what is known.
+        trained = [
+            param for param in self._model.parameters() if param.requires_grad and not isinstance(param, DTensor)
+        ]
+        hooks = [param.register_hook(self._note_gradient) for param in trained]
         try:
             with self._places.watching(), torch.compiler.set_stance("force_eager"), self:
                 yield
