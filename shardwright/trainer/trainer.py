@@ -35,7 +35,9 @@ Batch = Mapping[str, Any]
 
 @dataclass
 class Progressed:
-    """How far a run is; a checkpoint has it as `extra`. `best_loss` is the lowest evaluation, that of `best_step`."""
+    """How far a run is; a checkpoint has it as `extra`. `best_loss` is the lowest evaluation, that of `best_step`.
+    `unevaluated`: a signal has kept the step from being evaluated, so the run that goes on does it first.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -43,6 +45,11 @@ class Progressed:
     best_loss: float = math.inf
     best_step: int = 0
     without_better: int = 0
+    unevaluated: bool = False
+
+
+class _Interrupted(Exception):
+    """A signal has come in an evaluation; on all ranks alike."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,7 @@ class Trainer:
         self._resumed: tuple[int, Options] | None = None  # the step that was gone on from, and what the run was given
         self._has_own = False  # whether what is in `checkpoints` is of this run
         self.interrupted = False
+        self._signalled: SaveOnSignal | None = None  # while steps are taken
         if timeline_steps and model.executor.runtime is None:
             raise ValueError(f"timeline_steps={timeline_steps} needs a pipeline (pp_size of at least 2); leave it out")
 
@@ -198,36 +206,41 @@ class Trainer:
         skip = max(0, min(WARM_UP, left - self.timeline_steps))
         camera = Camera(self.model.executor, self.timeline_steps, skip, self.directory / "timeline.json")
         self.model.train()
-        with SaveOnSignal(signal.SIGTERM, signal.SIGUSR1) as signalled, self._profile(left) as profile:
-            while self.progress.step < self.total_steps and not self._is_worse():
-                clock.restart()
-                batch, pass_ended = next(supply)
-                try:
-                    with camera.watching():
-                        metrics = self.train_step(batch)
-                    self._spikes.note(self.progress.step + 1, metrics["loss"])
-                except (NonFiniteLoss, LossSpike) as error:
-                    if not self._roll_back(error):
-                        raise
-                    saved = self.progress.step
-                    continue
-                self._tell("step", self._finish(metrics, clock.lap()))
-                if profile is not None:
-                    profile.step()
-                step = self.progress.step
-                self.interrupted = signalled.anywhere()
-                at_end = self.evaluate_at_ends and step == self.total_steps
-                if self.evaluation is not None and (at_end or self.evaluate_when.is_now(step, pass_ended)):
-                    self._note(self.evaluate())
-                if self.save_when.is_now(step, pass_ended) or self.interrupted:
-                    self.save()
-                    saved = step
-                if self.interrupted:
-                    break
-        self.timeline = camera.typical()
-        if self.save_when != Every() and saved != self.progress.step:
-            self.save()
-        is_saved = self._wait()
+        # A second signal, as torchrun and SLURM send one each, must not end what the first lets be saved.
+        with SaveOnSignal(signal.SIGTERM, signal.SIGUSR1) as self._signalled:
+            with self._profile(left) as profile:
+                if self.progress.unevaluated and self.evaluation is not None:
+                    self.interrupted = not self._evaluated()
+                while not self.interrupted and self.progress.step < self.total_steps and not self._is_worse():
+                    clock.restart()
+                    batch, pass_ended = next(supply)
+                    try:
+                        with camera.watching():
+                            metrics = self.train_step(batch)
+                        self._spikes.note(self.progress.step + 1, metrics["loss"])
+                    except (NonFiniteLoss, LossSpike) as error:
+                        if not self._roll_back(error):
+                            raise
+                        saved = self.progress.step
+                        continue
+                    self._tell("step", self._finish(metrics, clock.lap()))
+                    if profile is not None:
+                        profile.step()
+                    step = self.progress.step
+                    at_end = self.evaluate_at_ends and step == self.total_steps
+                    is_due = self.evaluation is not None and (at_end or self.evaluate_when.is_now(step, pass_ended))
+                    self.progress.unevaluated = is_due
+                    self.interrupted = self._signalled.anywhere() or (is_due and not self._evaluated())
+                    if self.save_when.is_now(step, pass_ended) or self.interrupted:
+                        self.save()
+                        saved = step
+                    if self.interrupted:
+                        break
+            self.timeline = camera.typical()
+            if self.save_when != Every() and saved != self.progress.step:
+                self.save()
+            is_saved = self._wait()
+        self._signalled = None
         if self.keep_best and not self.interrupted and not self._best_is_here():  # its save has failed
             self.progress.best_loss, self.progress.best_step = math.inf, 0
         done = {"step": self.progress.step, "tokens_seen": self.progress.tokens_seen, "interrupted": self.interrupted}
@@ -326,6 +339,8 @@ class Trainer:
         rows: list[torch.Tensor] = []
         returns = self.counts_right or self.columns > 0
         for number, batch in enumerate(self.evaluation):
+            if self._signalled is not None and self._signalled.anywhere():
+                raise _Interrupted
             result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss, return_outputs=returns)
             loss, labelled = self._everyones(result["loss"], self.count_labels(batch))
             if labelled:
@@ -440,6 +455,17 @@ class Trainer:
             "epoch": self.progress.epoch,
             "memory_gib": peak_memory() / 2**30,
         }
+
+    def _evaluated(self) -> bool:
+        """Evaluate the step that is reached; False where a signal has come first, which lets it be saved at once."""
+        try:
+            loss = self.evaluate()
+        except _Interrupted:
+            self.model.train()
+            return False
+        self.progress.unevaluated = False
+        self._note(loss)
+        return True
 
     def _note(self, loss: float) -> None:
         self._tell_evaluated(loss)
