@@ -32,8 +32,9 @@ class Budgets:
     idle   seconds between two calls, None for ever
     """
 
-    def __init__(self, given: float | str | None = "auto", least: float = 0.0, idle: float | None = None) -> None:
-        self.given, self.least, self.idle = given, least, idle
+    def __init__(self, given: float | str | None = "auto", least: float = 0.0) -> None:
+        self.given, self.least = given, least
+        self.idle: float | None = None
         self._took: dict[str, deque[float]] = {}
 
     def note(self, call: str, seconds: float) -> None:
@@ -76,8 +77,7 @@ class Action(Protocol):
 class Heart:
     """
     call    the outermost call that communicates ("Booster.execute_pipeline"), "" outside of any
-    since   when it began, on the monotonic clock
-    left    when the one before ended; None before the first has
+    since   when it began, or the one before ended, on the monotonic clock; infinite where nothing is timed
     number  calls that have begun
     action  of a pipeline, the one that runs or ran last; printed when asked
     bucket  of gradients, the one that was launched last
@@ -85,8 +85,7 @@ class Heart:
 
     def __init__(self) -> None:
         self.call = ""
-        self.since = 0.0
-        self.left: float | None = None
+        self.since = math.inf
         self.number = 0
         self.action: Action | None = None
         self.bucket: int | None = None
@@ -106,19 +105,16 @@ class Heart:
         self.action = self.bucket = None
 
     def leave(self, completed: bool = True) -> None:
-        self.left = time.monotonic()
-        call, self.call = self.call, ""
+        call, began, now = self.call, self.since, time.monotonic()
+        self.since = now  # first: who reads in between must not take the call's time for that behind it
+        self.call = ""
         if completed and call:
-            self.budgets.note(call, self.left - self.since)
+            self.budgets.note(call, now - began)
 
     def excuse(self, start: float, stop: float) -> None:
-        """The process was stopped in between, on the monotonic clock, and with it a call that had begun, or the time
-        since the last one.
-        """
+        """The process was stopped in between, on the monotonic clock, and with it what had begun."""
         if self.since <= start:
             self.since += stop - start
-        if self.left is not None and self.left <= start:
-            self.left += stop - start
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -133,13 +129,13 @@ class Heart:
         """Seconds that the call has run, or that there has been none, if these are more than the budget."""
         call, since = self.call, self.since
         budget = self.budgets.of(call) if call else self.budgets.idle
-        took = time.monotonic() - since if call else self.idle()
+        took = time.monotonic() - since
         return took if budget is not None and took > budget else None
 
     def idle(self) -> float:
         """Seconds since the last call; 0 in one, and before the first."""
-        left = self.left
-        return 0.0 if self.call or left is None else time.monotonic() - left
+        since = self.since
+        return 0.0 if self.call else max(0.0, time.monotonic() - since)
 
     def words(self) -> str:
         """ "Booster.execute_pipeline (7), action 1F2 (stage 1, microbatch 2)": the seventh such call and what came

@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import itertools
 import logging
+import math
 import os
 import re
 import sys
@@ -93,7 +94,8 @@ def launch(
         raise ValueError(f"rank={rank} must lie in 0..{world_size - 1} for world_size={world_size}")
     resolved = resolve_backend(backend)
     limit = _limit(timeout)
-    budgets = Budgets(_step_limit(step_timeout), LEAST * limit.total_seconds(), _idle_limit(idle_timeout))
+    budgets = Budgets(_step_limit(step_timeout), LEAST * limit.total_seconds())
+    idle = _idle_limit(idle_timeout)
     check_deterministic(deterministic)
     is_watched = dist.is_initialized() and job.current() is not None  # by what an earlier call has set up
     if deterministic:
@@ -115,11 +117,13 @@ def launch(
         _member = os.getpid()
     if world_size > 1 and job.current() is None and dist.get_backend() != "fake":
         _fail_together(limit)
-    if idle_timeout is None and is_watched:
-        budgets.idle = heart.budgets.idle
+    if is_watched and idle is None:
+        idle = heart.budgets.idle
+    if not is_watched:
+        heart.since = math.inf  # of a job before this one
     if step_timeout != "auto" or not is_watched:
         heart.budgets = budgets
-    heart.budgets.idle = budgets.idle
+    heart.budgets.idle = idle
     set_seed(seed)
     set_launch_config(loaded)
     if verbose and rank == 0:
@@ -343,15 +347,19 @@ def _leave() -> None:
 
 def _limit(timeout: timedelta | float) -> timedelta:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+    if not _is_duration(seconds):
         raise ValueError(f"timeout={timeout!r} must be a positive number of seconds or a datetime.timedelta")
     return timedelta(seconds=seconds)
+
+
+def _is_duration(seconds: object) -> bool:
+    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
 
 
 def _step_limit(step_timeout: StepTimeout) -> StepTimeout:
     if step_timeout is None or step_timeout == "auto":
         return step_timeout
-    if isinstance(step_timeout, bool | str) or not isinstance(step_timeout, int | float) or not step_timeout > 0:
+    if not _is_duration(step_timeout):
         raise ValueError(
             f"step_timeout={step_timeout!r} must be a positive number of seconds, 'auto' to learn it from the steps "
             "before, or None for no limit"
@@ -360,9 +368,7 @@ def _step_limit(step_timeout: StepTimeout) -> StepTimeout:
 
 
 def _idle_limit(idle_timeout: float | None) -> float | None:
-    if idle_timeout is None:
-        return None
-    if isinstance(idle_timeout, bool | str) or not isinstance(idle_timeout, int | float) or not idle_timeout > 0:
+    if idle_timeout is not None and not _is_duration(idle_timeout):
         raise ValueError(f"idle_timeout={idle_timeout!r} must be a positive number of seconds, or None for no limit")
     return idle_timeout
 

@@ -65,7 +65,7 @@ class Watchdog(threading.Thread):
             asked = self._asked_since()
             if asked is not None and is_silent(looked - max(asked, awake), self._job.server):
                 _end_alone(self._job, f"it waits, in {heart.words()}, and has heard nothing for {looked - asked:.0f} s")
-            if heart.number != told and _is_long_idle(self._job):
+            if heart.number != told and _says_that_it_idles(self._job):
                 told = heart.number
             took = heart.overdue()
             if took is None or self._job.failure is not None or (self._job.ending and not heart.call):
@@ -76,10 +76,7 @@ class Watchdog(threading.Thread):
             inquiry.join(_STORE)
             is_lost = inquiry.is_alive() or not self._job.has_store
             if is_lost and self._job.failure is None and heart.number == number and heart.overdue():
-                _end_alone(
-                    self._job,
-                    f"{heart.call or OUTSIDE} had taken {took:.0f} s; its budget is {heart.budgets.why(heart.call)}",
-                )
+                _end_alone(self._job, f"{_said(heart.call, took)}; its budget is {heart.budgets.why(heart.call)}")
             looked = time.monotonic()
 
 
@@ -145,8 +142,7 @@ def _inquire(job: Job, took: float) -> None:
         heart.excuse(heart.since, time.monotonic())  # the budget anew
         _close(job, inquiry)
         return
-    said = f"{call or OUTSIDE} had taken {took:.0f} s"
-    failure = job.first(_failure(job, {job.rank: mine, **standings}, said, call))
+    failure = job.first(_failure(job, {job.rank: mine, **standings}, _said(call, took), call))
     job.announce("ended")
     if failure.kind == STALLED:
         kill_stopped(job, [failure.rank])
@@ -246,8 +242,12 @@ def _highest(standings: Mapping[int, Standing]) -> dict[str, int]:
     return found
 
 
-def _is_long_idle(job: Job) -> bool:
-    """Rank 0 says so where nothing ends a job that is in the script's own code for longer than any rank would wait for
+def _said(call: str, took: float) -> str:
+    return f"{call or OUTSIDE} had taken {took:.0f} s"
+
+
+def _says_that_it_idles(job: Job) -> bool:
+    """Rank 0 does where nothing ends a job that is in the script's own code for longer than any rank would wait for
     another: all of them may be.
     """
     limit, idle = groups.get_timeout(), heart.idle()

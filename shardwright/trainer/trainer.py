@@ -207,7 +207,7 @@ class Trainer:
         camera = Camera(self.model.executor, self.timeline_steps, skip, self.directory / "timeline.json")
         self.model.train()
         # A second signal, as torchrun and SLURM send one each, must not end what the first lets be saved.
-        with SaveOnSignal(signal.SIGTERM, signal.SIGUSR1) as self._signalled:
+        with self._heeding_signals():
             with self._profile(left) as profile:
                 if self.progress.unevaluated and self.evaluation is not None:
                     self.interrupted = not self._evaluated()
@@ -230,7 +230,7 @@ class Trainer:
                     at_end = self.evaluate_at_ends and step == self.total_steps
                     is_due = self.evaluation is not None and (at_end or self.evaluate_when.is_now(step, pass_ended))
                     self.progress.unevaluated = is_due
-                    self.interrupted = self._signalled.anywhere() or (is_due and not self._evaluated())
+                    self.interrupted = self._is_signalled() or (is_due and not self._evaluated())
                     if self.save_when.is_now(step, pass_ended) or self.interrupted:
                         self.save()
                         saved = step
@@ -240,7 +240,6 @@ class Trainer:
             if self.save_when != Every() and saved != self.progress.step:
                 self.save()
             is_saved = self._wait()
-        self._signalled = None
         if self.keep_best and not self.interrupted and not self._best_is_here():  # its save has failed
             self.progress.best_loss, self.progress.best_step = math.inf, 0
         done = {"step": self.progress.step, "tokens_seen": self.progress.tokens_seen, "interrupted": self.interrupted}
@@ -339,7 +338,7 @@ class Trainer:
         rows: list[torch.Tensor] = []
         returns = self.counts_right or self.columns > 0
         for number, batch in enumerate(self.evaluation):
-            if self._signalled is not None and self._signalled.anywhere():
+            if self._is_signalled():
                 raise _Interrupted
             result = self.booster.execute_pipeline(iter([batch]), self.model, self._loss, return_outputs=returns)
             loss, labelled = self._everyones(result["loss"], self.count_labels(batch))
@@ -455,6 +454,18 @@ class Trainer:
             "epoch": self.progress.epoch,
             "memory_gib": peak_memory() / 2**30,
         }
+
+    @contextmanager
+    def _heeding_signals(self) -> Iterator[None]:
+        with SaveOnSignal(signal.SIGTERM, signal.SIGUSR1) as self._signalled:
+            try:
+                yield
+            finally:
+                self._signalled = None
+
+    def _is_signalled(self) -> bool:
+        """Whether any rank has got a signal; the same on all of them. Never outside of `train`."""
+        return self._signalled is not None and self._signalled.anywhere()
 
     def _evaluated(self) -> bool:
         """Evaluate the step that is reached; False where a signal has come first, which lets it be saved at once."""

@@ -78,11 +78,13 @@ class Share:
 
 
 def _one_ahead(items: Iterator[T]) -> Iterator[T]:
-    for item in items:
-        for following in items:
-            yield item
-            item = following
-        yield item
+    held = next(items, None)
+    for following in items:
+        assert held is not None
+        yield held
+        held = following
+    if held is not None:
+        yield held
 
 
 class Dealer(ABC):
@@ -237,7 +239,7 @@ class _OrderedDealer(Dealer):
         self._order.draw()
         # A sampler may draw once more at its end (RandomSampler does), which comes before the next pass's order: when
         # the last batch is given it has, so that a position taken then is behind it.
-        yield from self._share.deal(self._source, skip, self._note, one_ahead=self._order.is_drawn_from_own)
+        yield from self._share.deal(self._source, skip, self._note, one_ahead=self._order.has_generator)
 
 
 class DealtSampler(_OrderedDealer, Sampler):

@@ -27,18 +27,14 @@ class SampleOrder:
     def __init__(self, sampler: Any, seed: int | None) -> None:
         self._sampler = with_generator(sampler)
         self._with_epochs = next((part for part in inside(sampler) if hasattr(part, "set_epoch")), None)
-        self._own = self._sampler is not None and self._sampler.generator is not None
+        # of its own, whose state a position at the end of a pass has
+        self.has_generator = self._sampler is not None and self._sampler.generator is not None
         self._seed = seed
         self._epoch = 0  # of the next pass
         self._running = 0
         self._drawn = False
         self._note: dict[str, Any] = {}  # how to draw the running pass's order again
         self._restore: dict[str, Any] = {}
-
-    @property
-    def is_drawn_from_own(self) -> bool:
-        """Whether the sampler has a generator of its own, whose state a position at the end of a pass has."""
-        return self._own
 
     def announce(self) -> None:
         """A loader begins a pass; its order is drawn when the first sample is asked for."""
@@ -52,7 +48,7 @@ class SampleOrder:
         restore, self._restore = self._restore, {}
         if self._sampler is None:
             self._note = {}
-        elif self._own:
+        elif self.has_generator:
             if "state" in restore:
                 self._sampler.generator.set_state(_from_hex(restore["state"]))
             elif "seed" in restore:
@@ -89,7 +85,7 @@ class SampleOrder:
         if running and self._drawn:
             return {"epoch": epoch, "order": self._note}
         note = self._restore
-        if not note and self._own:
+        if not note and self.has_generator:
             note = {"state" if running else "state before": _to_hex(self._sampler.generator.get_state())}
         elif not note and self._sampler is not None and self._seed is not None:
             note = {"seed": (self._seed + epoch) % _SEEDS}
@@ -107,7 +103,8 @@ class SampleOrder:
             self._with_epochs.set_epoch(self._epoch)
         self._restore = dict(state["order"])
         before = self._restore.pop("state before", None)
-        if before is not None and self._own:  # now: a loader may draw from the generator too, before the sampler does
+        # now: a loader may draw from the generator too, before the sampler does
+        if before is not None and self.has_generator:
             self._sampler.generator.set_state(_from_hex(before))
 
 
