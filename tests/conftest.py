@@ -67,6 +67,22 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _reporter.write_line(f"\nfailed: {report.nodeid} ({report.when}){message}", red=True)
 
 
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process was started by no launcher; a job that it launches, and probes of its disk, end with the test."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    import torch.distributed as dist
+
+    from shardwright.files import disk
+
+    disk.set_probe(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     checked = item.nodeid.startswith(CHECKED)

@@ -60,6 +60,7 @@ LAYOUTS: list[Job] = [
 ]
 MORE: list[Job] = [
     Job(BERT, {"tp_size": 2}),
+    Job(LLAMA, TWO_CHUNKS | {"pp_style": "interleaved"}),
     Job(MOE, {"num_microbatches": 2}),
     Job(LLAMA, PIPELINE | {"zero_stage": 2}, checkpointing=True, accumulate=2),
     Job(BLOOM, RING),

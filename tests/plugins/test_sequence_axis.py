@@ -21,7 +21,6 @@ from shardwright.testing import run_ranks, zoo
 ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
 RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
 BOTH = {**RING, "sp_size": 4, "ulysses_size": 2}
-T5_LAYERS = {"num_layers": 2, "num_decoder_layers": 3}
 LAYOUTS = [
     # A rank without heads has the bias of the first layer in its graph all the same: in its backward gathers of weights
     # begin, which all ranks make in one order.
@@ -29,7 +28,7 @@ LAYOUTS = [
         "t5-gated-conditional-generation",
         2,
         {**ULYSSES, "zero_stage": 3, "gather_ahead": 1},
-        {**T5_LAYERS, "num_heads": 1},
+        {"num_layers": 2, "num_decoder_layers": 3, "num_heads": 1},
         steps=1,
     ),
     Layout("llama-causal-lm", 2, ULYSSES, calls=True, habits=Habits(lora=True), checkpointing=True, steps=2),

@@ -57,17 +57,22 @@ def test_a_rank_that_is_stopped_is_named_and_the_job_goes_on(tmp_path: Path) -> 
     assert steps(tmp_path / "hit") == list(range(1, STEPS + 1))
 
 
-def test_a_job_that_is_told_to_end_saves_and_ends_in_time(tmp_path: Path) -> None:
-    """SIGTERM to torchrun, which gives its ranks 30 seconds."""
+def at_step_3(number: signal.Signals, directory: Path) -> Callable[[int], bool]:
+    """Sends the agent this signal when its ranks have come so far; whether that was now."""
 
-    def terminate(agent: int) -> bool:
-        if len(steps(tmp_path)) < 3:
+    def hit(agent: int) -> bool:
+        if len(steps(directory)) < 3:
             return False
-        os.kill(agent, signal.SIGTERM)
-        (tmp_path / "hit").touch()
+        os.kill(agent, number)
+        (directory / "hit").touch()
         return True
 
-    ended = train("dp", tmp_path, terminate, FAULT="slow")
+    return hit
+
+
+def test_a_job_that_is_told_to_end_saves_and_ends_in_time(tmp_path: Path) -> None:
+    """SIGTERM to torchrun, which gives its ranks 30 seconds."""
+    ended = train("dp", tmp_path, at_step_3(signal.SIGTERM, tmp_path), FAULT="slow")
     assert "is saved, all ranks end" in ended.printed, ended.printed
     assert "forcefully exiting" not in ended.printed, ended.printed
     assert ended.seconds < 5 * PATIENCE
@@ -82,15 +87,7 @@ def test_a_job_that_is_told_to_end_saves_and_ends_in_time(tmp_path: Path) -> Non
 @pytest.mark.sweep
 def test_a_job_whose_agent_is_stopped_ends(tmp_path: Path) -> None:
     """SIGSTOP to torchrun, which serves the store: ranks meet in it when they begin to save."""
-
-    def stop(agent: int) -> bool:
-        if len(steps(tmp_path)) < 3:
-            return False
-        os.kill(agent, signal.SIGSTOP)
-        (tmp_path / "hit").touch()
-        return True
-
-    ended = train("dp", tmp_path, stop, FAULT="slow")
+    ended = train("dp", tmp_path, at_step_3(signal.SIGSTOP, tmp_path), FAULT="slow")
     assert ended.code == -signal.SIGKILL
     assert "The job's store does not answer: " in ended.printed, ended.printed
     assert "which serves it, was stopped" in ended.printed, ended.printed

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardwright
@@ -26,14 +24,8 @@ STEPS, STOP = 8, 4
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def alone(no_launcher: None) -> None:
     shardwright.launch_from_torch(seed=1)
-    yield
-    disk.set_probe(None)
-    dist.destroy_process_group()
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
 class Layer(nn.Linear):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardwright
@@ -28,13 +27,8 @@ STEPS = 20
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def alone(no_launcher: None) -> None:
     shardwright.launch_from_torch(seed=1)
-    yield
-    dist.destroy_process_group()
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
 class Squares(Trainer):

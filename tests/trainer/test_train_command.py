@@ -66,6 +66,7 @@ def test_mistakes_end_before_ranks_start(tmp_path: Path) -> None:
     for changes, said in (
         (["learning_rat=1"], "did you mean 'learning_rate'"),
         (["layout={tp_size: 0}"], "layout: "),
+        (["layout={tp_sise: 2}"], "tp_size"),
     ):
         ended = subprocess.run(
             command(str(file), *changes), env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True

@@ -42,7 +42,10 @@ def test_compiled(weight: torch.dtype | None, skipped: tuple[int, ...]) -> None:
     assert not counters["graph_break"]
 
 
-def test_every_kind_of_pieces_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [((0, 0), (300, 1)), ((1, 0), (2, 0))])
+def test_every_kind_of_pieces_has_graphs_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, pieces: tuple[tuple[int, int], ...]
+) -> None:
     """torch gives a function 8 graphs, which is fewer than precisions, loss scales and decays make together."""
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_adam, "backend", "eager")
@@ -51,7 +54,7 @@ def test_every_kind_of_pieces_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPa
     halves = (torch.float32, torch.bfloat16, torch.float16)
     kinds = list(itertools.product(rules, (None, torch.zeros(())), halves, (torch.bfloat16,)))
     assert len(kinds) > 8
-    for length, offset in ((0, 0), (300, 1)):
+    for length, offset in pieces:
         for rule, skip, grad, weight in kinds:
             master, moment, square, gradient, low = (torch.rand(length + offset)[offset:] for _ in range(5))
             given = gradient.to(grad), moment, square, torch.zeros(()), low.to(weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,11 @@ def test_a_second_call_keeps_what_it_does_not_name() -> None:
         run_ranks(_launched_again, 2, timeout=60)
         == [[*((step, None) for step in (30, 30, 30, 40, None, None)), (None, 9), (5, 9), (5, 9)]] * 2
     )
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_job_does_not_begin_with_the_idle_time_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heart, "since", time.monotonic() - 60)
+    assert heart.idle() > 50
+    shardwright.launch(0, 1, None, None, backend="gloo")
+    assert heart.idle() == 0

@@ -140,7 +140,8 @@ def test_calls_inside_of_calls_are_one() -> None:
 
 def test_the_time_between_calls_has_a_budget_of_its_own() -> None:
     heart = Heart()
-    heart.budgets = Budgets(None, idle=1e-9)
+    heart.budgets = Budgets(None)
+    heart.budgets.idle = 1e-9
     assert heart.overdue() is None  # before the first
     heart.enter("Booster.boost")
     assert heart.overdue() is None
@@ -148,11 +149,10 @@ def test_the_time_between_calls_has_a_budget_of_its_own() -> None:
     heart.leave()
     assert heart.overdue() is not None
     assert heart.budgets.why("") == "1e-09 s, as launch(idle_timeout=...) says"
-    assert heart.left is not None
-    heart.excuse(heart.left, heart.left + 60)
+    heart.excuse(heart.since, heart.since + 60)
     assert heart.overdue() is None
     heart.budgets.idle = None
-    heart.left -= 600
+    heart.since -= 600
     assert heart.idle() > 500
     assert heart.overdue() is None
 
