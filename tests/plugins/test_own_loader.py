@@ -344,6 +344,27 @@ def test_a_stream_with_workers() -> None:
         other.load_state_dict(state)
 
 
+class ByEpoch(Counting):
+    def __iter__(self) -> Iterator[int]:
+        return (1000 * (self.epochs or [0])[-1] + number for number in super().__iter__())
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.sweep)])
+def test_workers_that_stay_hear_of_a_streams_epochs(start_method: str) -> None:
+    def make(workers: int) -> Any:
+        staying = {"persistent_workers": True, "multiprocessing_context": start_method} if workers else {}
+        return shard_dataloader(DataLoader(ByEpoch(6), batch_size=2, num_workers=workers, **staying), 1, 0)
+
+    alone = make(0)
+    passes = [batches(alone) for _ in range(3)]
+    assert [seen[0][0] for seen in passes] == [0, 1000, 2000]
+    workers = make(1)
+    assert [batches(workers) for _ in range(2)] == passes[:2]
+    resumed = make(1)
+    resumed.load_state_dict(workers.state_dict())
+    assert batches(resumed) == passes[2] == batches(workers)
+
+
 def test_a_stream_hears_of_its_epoch_and_has_no_length() -> None:
     data = Counting(6)
     loader: Any = build_dataloader(data, 2, num_replicas=2, rank=0)

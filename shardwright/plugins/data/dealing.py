@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler, get_worker_info
 
 from .sample_order import SampleOrder
@@ -281,6 +282,8 @@ class DealtStream(Dealer, IterableDataset):
         self._skip = 0
         self._running = 0
         self.epoch = 0  # of the next pass
+        # Workers have copies of this object, which persistent ones keep from pass to pass: they read here which it is.
+        self._workers_pass = torch.zeros(1, dtype=torch.int64).share_memory_() if num_workers else None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dataset", "__setstate__"):
@@ -292,7 +295,11 @@ class DealtStream(Dealer, IterableDataset):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        skip = self._skip if get_worker_info() is None else 0
+        skip = self._skip
+        if get_worker_info() is not None:
+            assert self._workers_pass is not None
+            skip = 0
+            self._tell(int(self._workers_pass))
         return itertools.chain.from_iterable(self._share.deal(self.dataset, skip))
 
     @property
@@ -301,11 +308,16 @@ class DealtStream(Dealer, IterableDataset):
 
     def begin(self, item: int) -> int:
         self._running, self.epoch = self.epoch, self.epoch + 1
-        tell = getattr(self.dataset, "set_epoch", None)
-        if tell is not None:
-            tell(self._running)
+        if self._workers_pass is not None:
+            self._workers_pass.fill_(self._running)
+        self._tell(self._running)
         self._skip = item
         return item // self.round if self._num_workers else 0
+
+    def _tell(self, epoch: int) -> None:
+        tell = getattr(self.dataset, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
 
     def batches(self, item: int) -> int:
         size = length_of(self.dataset)
