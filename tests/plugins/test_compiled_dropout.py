@@ -26,10 +26,11 @@ RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
 # model, overrides of its config, settings, graphs
 Case = tuple[str, dict[str, Any], dict[str, Any], int]
 CASES: list[Case] = [
-    ("gpt2-causal-lm", GPT2, {**TP, **CKPT}, 2),
-    ("bert-masked-lm", BERT, SPLIT, 2),
+    ("gpt2-causal-lm", GPT2, {**SPLIT, **CKPT}, 2),
 ]
 SWEPT: list[Case] = [
+    ("gpt2-causal-lm", GPT2, {**TP, **CKPT}, 2),
+    ("bert-masked-lm", BERT, SPLIT, 2),
     ("bert-masked-lm", BERT, {**TP, "zero_stage": 0}, 2),
     ("gpt2-causal-lm", GPT2, SPLIT, 2),
     ("gpt2-causal-lm", GPT2, {**SPLIT, "sequence_parallelism_mode": "ring", "enable_sequence_overlap": True}, 2),

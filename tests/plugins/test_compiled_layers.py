@@ -43,10 +43,11 @@ ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 LAYOUTS: list[tuple[Layout, int | None]] = [
     # whose weight gradients wait for the schedule
     (Layout("llama-causal-lm", 2, {**PIPE, **CKPT, "zero_stage": 1, "pp_style": "zb"}, FOUR, steps=1), 1),
-    (Layout("llama-causal-lm", 2, {**ON, **ULYSSES}, calls=True, steps=2), 2),
     (Layout("llama-causal-lm", 2, {**ON, **PARTS, **CKPT}, TWO, steps=2), 2),
     # Layers that are no graph: norms, attention and router of each are.
     (Layout("qwen3-moe-causal-lm", 2, {**ON, "ep_size": 2, "zero_stage": 2}, TWO, steps=2), 6),
+]
+SWEPT: list[tuple[Layout, int | None]] = [  # None: not counted
     # gradients of another dtype than their parameters, and hooks that wait for these
     (
         Layout(
@@ -58,8 +59,7 @@ LAYOUTS: list[tuple[Layout, int | None]] = [
         ),
         2,
     ),
-]
-SWEPT: list[tuple[Layout, int | None]] = [  # None: not counted
+    (Layout("llama-causal-lm", 2, {**ON, **ULYSSES}, calls=True, steps=2), 2),
     (Layout("llama-causal-lm", 2, {**ON, "tp_size": 2}, calls=True, habits=Habits(lora=True), steps=1), 2),
     (Layout("gpt2-causal-lm", 2, {**ON, "zero_stage": 3}, steps=1), 1),
     (Layout("llama-causal-lm", 2, {**ON, **SPLIT, **CKPT}, FOUR, steps=1), 1),

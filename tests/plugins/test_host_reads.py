@@ -51,7 +51,6 @@ class Job:
 
 
 LAYOUTS: list[Job] = [
-    Job(LLAMA, {"zero_stage": 2, **FP16}),
     Job(LLAMA, {"zero_stage": 3, **FP16}),
     Job(LLAMA, RING),
     Job(T5, PIPELINE | {"pp_style": "1f1b", "zero_stage": 1, "max_norm": 1.0}),
@@ -59,6 +58,7 @@ LAYOUTS: list[Job] = [
     Job(MOE, {"ep_size": 2, "zero_stage": 1}, checkpointing=True, unavoidable={ROUTES: 3 * 4 * 2}),
 ]
 MORE: list[Job] = [
+    Job(LLAMA, {"zero_stage": 2, **FP16}),
     Job(BERT, {"tp_size": 2}),
     Job(LLAMA, TWO_CHUNKS | {"pp_style": "interleaved"}),
     Job(MOE, {"num_microbatches": 2}),

@@ -21,8 +21,6 @@ BY_HAND = {"num_layers_per_stage": [0, 1, 1, 0]}  # one stage of embeddings, one
 CASES = [
     ("mixtral", {**RING, **ZBV, **BY_HAND, "zero_stage": 3}),
     ("bart", {**RING, "pp_size": 2, "pp_style": "zb", "zero_stage": 1, "gradient_checkpoint_config": ALL}),
-    ("lfm2", BOTH),
-    ("bloom", {**RING, "pp_size": 2}),
     ("bloom", {"pp_size": 2, "enable_flash_attention": True}),
     ("t5 of three heads", {**ULYSSES, "sp_size": 4}),  # a rank has none, of a source that is longer than the target
 ]

@@ -27,9 +27,9 @@ from shardwright.testing.call_order import CallRecorder, Launch, check_order
 from shardwright.testing.stream_model import StreamModel
 from shardwright.utils.streams import modelled
 
-# Of the first 44 seeds those that together have all but seven of 157 models, sizes, stages, schedules, modes and habits
-# of all of them; most of the others are of six and eight ranks.
-DEFAULT = (1, 2, 5, 12, 14, 15, 16, 20, 23, 26, 28, 31, 32, 35, 38, 41, 42, 43)
+# Of the first 44 seeds those that together have nearly all models, sizes, stages, schedules, modes and habits of all of
+# them; most of the others are of six and eight ranks.
+DEFAULT = (1, 2, 5, 12, 15, 16, 20, 23, 28, 31, 32, 41, 42)
 OTHERS = tuple(seed for seed in range(44) if seed not in DEFAULT)
 # On the way of a GPU, their calls recorded: pipelines beside tensor and data parallelism, sequences split along both
 # axes, and what no drawn one of four ranks has.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.processes import environment
+from tests.reliability.processes import Process, environment, start
 
 SCRIPT = str(Path(__file__).with_name("failing_script.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", SCRIPT]
@@ -63,6 +63,7 @@ def test_torchrun_ends_with_the_root_cause() -> None:
     assert "in criterion" in Path(name).with_name("traceback.txt").read_text()
 
 
+@pytest.mark.sweep
 def test_torchrun_after_ctrl_c_says_so_once() -> None:
     lines = torchrun("interrupt", interrupt=True)
     assert sum("Interrupted" in line for line in lines) == 1
@@ -85,28 +86,27 @@ def test_torchrun_names_the_rank_that_went(how: str, words: str) -> None:
     assert any(words in line for line in torchrun(how))
 
 
-def processes(how: str, tmp_path: Path, **extra: str) -> tuple[list[int], list[str], float]:
+def processes(how: str, tmp_path: Path, **extra: str) -> tuple[list[int | None], list[str], float]:
     """Exit codes, and what each rank printed, of ranks that srun might have started; and the seconds from the first
     end to the last.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    started = []
+    started: list[Process] = []
     for rank in range(3):
         variables = environment(
             SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NTASKS="3", MASTER_PORT=port, **extra
         )
         variables["SLURM_NODELIST"] = "localhost"
-        with open(tmp_path / str(rank), "w") as output:
-            started.append(subprocess.Popen([sys.executable, SCRIPT, how], env=variables, stdout=output, stderr=output))
+        started.append(start([SCRIPT, how], variables, tmp_path / str(rank)))
     ends: list[float] = []
-    while any(process.poll() is None for process in started):
-        if len(ends) < sum(process.poll() is not None for process in started):
+    while any(process.code() is None for process in started):
+        if len(ends) < sum(process.code() is not None for process in started):
             ends.append(time.monotonic())
         time.sleep(0.02)
     return (
-        [process.returncode for process in started],
+        [process.code() for process in started],
         [(tmp_path / str(rank)).read_text() for rank in range(3)],
         time.monotonic() - ends[0] if ends else 0.0,  # all at once
     )

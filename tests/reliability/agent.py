@@ -25,9 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shardwright.testing.rank_process import redirect_output
-from tests.reliability.processes import PATIENCE, Forked, Process, Started, environment
-
-FORKED = os.environ.get("SHARDWRIGHT_FORKED") != "0"
+from tests.reliability.processes import FORKED, PATIENCE, Forked, Process, Started, environment
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Real processes as srun, or torchrun, starts them, and how they end.
 
-With SHARDWRIGHT_FORKED=1 ranks are forked from one process that has loaded torch and transformers, in place of each
-loading them: on a machine that does much else starting is most of what they do.
+Ranks are forked from one process that has loaded torch and transformers, in place of each loading them, which would be
+most of what they do. With SHARDWRIGHT_FORKED=0 they are `python script.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 from shardwright.testing.ranks import fork_server
 from tests.forked_scripts import run_script
 
-FORKED = os.environ.get("SHARDWRIGHT_FORKED") == "1"
+FORKED = os.environ.get("SHARDWRIGHT_FORKED") != "0"
 PATIENCE = float(os.environ.get("SHARDWRIGHT_PATIENCE", "1"))  # of tests that run beside other work
 LAUNCHERS = (
     "RANK",
@@ -109,6 +109,10 @@ class Forked:
         self._process.join()
 
 
+def start(arguments: list[str], variables: dict[str, str], output: Path) -> Process:
+    return (Forked if FORKED else Started)(arguments, variables, output)
+
+
 def run(arguments: list[str], directory: Path, world: int = 2, limit: float = 120, **extra: str) -> Ended:
     """`python arguments` on `world` ranks, as srun would start them; killed after `limit` seconds."""
     port = str(free_port())
@@ -119,7 +123,7 @@ def run(arguments: list[str], directory: Path, world: int = 2, limit: float = 12
             SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NTASKS=str(world), MASTER_PORT=port, **extra
         )
         variables["SLURM_NODELIST"] = "localhost"
-        started.append((Forked if FORKED else Started)(arguments, variables, directory / f"out-{rank}"))
+        started.append(start(arguments, variables, directory / f"out-{rank}"))
     while any(process.code() is None for process in started) and time.monotonic() - begun < limit * PATIENCE:
         time.sleep(0.05)
     ended = time.time()

@@ -3,8 +3,7 @@
     python -m tests.reliability.write_docs                              # all cases
     python -m tests.reliability.write_docs nan-tp2-rank1 stop-pp2-rank0 # these; rows of others stay as they are
 
-The page says which cases have never been played. With SHARDWRIGHT_FORKED=1 (see `processes.py`) all of it takes about
-half an hour on a busy machine.
+The page says which cases have never been played. All of it takes about eight minutes, half an hour on a busy machine.
 """
 
 from __future__ import annotations

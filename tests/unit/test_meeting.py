@@ -5,10 +5,7 @@ the ranks of one start, and none of an earlier one.
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -18,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwright.cluster import meeting
+from tests.reliability.agent import torchrun
 
 LIMIT = timedelta(seconds=20)
 
@@ -121,10 +119,6 @@ print(f"ENDED {int(total)}", flush=True)
 
 def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RESTARTED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=200, env=environ
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("ENDED 4") == 2
+    ended = torchrun([str(tmp_path / "script.py")], tmp_path, restarts=1)
+    assert ended.code == 0, ended.printed
+    assert ended.printed.count("ENDED 4") == 2

@@ -185,9 +185,13 @@ def test_rotary_positions(dtype: torch.dtype, form: Form, monkeypatch: pytest.Mo
         same_gradients(rotary_kernels.rotated(view, cos, sin, form, heads), expected, (x,), dtype)
 
 
-@pytest.mark.parametrize("skipped", [(), (1, 4)], ids=["all", "some skipped"])
 @pytest.mark.parametrize(
-    ("grad", "weight"), [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)]
+    ("grad", "weight", "skipped"),
+    [
+        (torch.float32, None, (1, 4)),
+        (torch.float32, torch.bfloat16, ()),
+        (torch.bfloat16, torch.float16, (1, 4)),
+    ],
 )
 def test_steps_of_adam(grad: torch.dtype, weight: torch.dtype | None, skipped: tuple[int, ...]) -> None:
     step_beside_torch(
