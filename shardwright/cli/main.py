@@ -12,7 +12,7 @@ from . import calibrate, completion, config, doctor, env, models, plan, train
 from .demo import command as demo
 from .generate import command as generate
 from .launch import command as launch
-from .parser import Parser
+from .parser import HelpFormatter, Parser
 from .report import command as report
 
 # A verb is a module with HELP, add_arguments(parser) and run(args) -> exit status. None of them imports torch at module
@@ -41,9 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, module in VERBS.items():
-        verb = verbs.add_parser(
-            name, help=module.HELP, description=module.HELP, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, formatter_class=HelpFormatter)
         module.add_arguments(verb)
         verb.set_defaults(run=module.run, fail=verb.error, whole=parser)
     return parser

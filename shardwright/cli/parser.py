@@ -12,6 +12,15 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 _OPTION = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says what a default is, where there is one: a switch is off, and what is not named is not given."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Says what a mistyped verb, choice or option is near to. Parsers of verbs are of this class, too."""
 

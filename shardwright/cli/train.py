@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(schema(), indent=2))
         return 0
-    if args.recipe is None:
-        args.fail("give a recipe: shardwright train RECIPE.yaml; docs/recipes.md has one to start from")
+    if args.recipe is None or ("=" in args.recipe and not Path(args.recipe).exists()):
+        args.fail("give a recipe, before keys: shardwright train RECIPE.yaml; docs/recipes.md has one to start from")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -65,6 +65,9 @@ def test_mistakes_end_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureF
     file = write(tmp_path)
     assert main(["train", str(file), "learning_rat=1"]) == 2
     assert "did you mean 'learning_rate'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", f"data.path={file}"])
+    assert "give a recipe, before keys" in capsys.readouterr().err
     ended = subprocess.run(
         command(str(file), "layout={tp_sise: 2}"),
         env=os.environ | {"PYTHONPATH": str(ROOT)},

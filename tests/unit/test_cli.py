@@ -64,6 +64,8 @@ assert time.process_time() < 1, time.process_time()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: shardwright {' '.join(words)}")
+    assert "default: None" not in done.stdout
+    assert "default: False" not in done.stdout
 
 
 @pytest.mark.parametrize(

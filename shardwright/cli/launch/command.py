@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..parser import HelpFormatter
 from . import ray, skypilot, slurm
 from .job import LaunchError, read_job
 from .job import add_arguments as add_common
@@ -18,9 +19,7 @@ ENGINES = {"slurm": slurm, "ray": ray, "skypilot": skypilot}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     engines = parser.add_subparsers(dest="engine", metavar="ENGINE", required=True)
     for name, module in ENGINES.items():
-        engine = engines.add_parser(
-            name, help=module.HELP, description=module.HELP, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        engine = engines.add_parser(name, help=module.HELP, description=module.HELP, formatter_class=HelpFormatter)
         add_common(engine)
         module.add_arguments(engine)
 
