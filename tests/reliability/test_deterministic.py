@@ -9,30 +9,34 @@ import pytest
 import torch
 
 from shardwright.cluster import determinism
-from tests.reliability.deterministic_script import SAVED
+from tests.reliability.deterministic_script import LAYOUTS, SAVED
 from tests.reliability.processes import run
 
 SCRIPT = str(Path(__file__).with_name("deterministic_script.py"))
 LAST = 6
+DEFAULT = "ZeRO 3, bf16"
 
 
-def told(directory: Path, first: int = 0) -> list[list[str]]:
+def told(directory: Path, layout: str, first: int = 0) -> list[list[str]]:
     """Digests by rank, of the losses of the steps behind `first` and of the weights at the end."""
     directory.mkdir(exist_ok=True)
-    ended = run([SCRIPT, str(directory), str(first), str(LAST)], directory, world=4)
-    assert ended.codes == [0] * 4, ended.printed
-    return [(directory / f"told-{rank}").read_text().splitlines() for rank in range(4)]
+    ranks = LAYOUTS[layout].ranks
+    ended = run([SCRIPT, str(directory), layout, str(first), str(LAST)], directory, world=ranks)
+    assert ended.codes == [0] * ranks, ended.printed
+    return [(directory / f"told-{rank}").read_text().splitlines() for rank in range(ranks)]
 
 
-@pytest.mark.sweep
-@pytest.mark.timeout(1800)  # three starts of four processes
-def test_two_runs_and_a_replay_are_the_same_bits(tmp_path: Path) -> None:
-    """Two stages, ZeRO 1, dropout, bf16. What is played again begins at a checkpoint, in new processes, too."""
-    one, other = told(tmp_path / "one"), told(tmp_path / "other")
+@pytest.mark.timeout(1800)  # three starts of up to four processes
+@pytest.mark.parametrize(
+    "layout", [name if name == DEFAULT else pytest.param(name, marks=pytest.mark.sweep) for name in LAYOUTS]
+)
+def test_two_runs_and_a_replay_are_the_same_bits(layout: str, tmp_path: Path) -> None:
+    """With dropout. What is played again begins at a checkpoint, in new processes, too."""
+    one, other = told(tmp_path / "one", layout), told(tmp_path / "other", layout)
     assert one == other
     losses = [line.split()[-1] for line in one[-1] if line.startswith("loss")]
     assert len(set(losses)) == LAST  # it trains
-    again = told(tmp_path / "one", SAVED)
+    again = told(tmp_path / "one", layout, SAVED)
     assert again == [lines[SAVED:] for lines in one]
 
 
