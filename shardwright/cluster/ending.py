@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -335,7 +336,17 @@ def _leave(code: int) -> NoReturn:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
+    _end_workers()
     os._exit(code)
+
+
+def _end_workers() -> None:
+    """As multiprocessing does when an interpreter ends. A loader's worker looks between two batches whether this
+    process is there: one that hangs would stay, and with it what reads the output that it holds open.
+    """
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
 
 
 def _print(text: str) -> None:

@@ -99,6 +99,17 @@ CASES = [
         _stalled("deaf", layout, rank, "it gives no sign of life", "holds Python's lock in a call that does not return")
         for layout, rank in (("zero2", 1), ("tp2", 0))
     ),
+    *(
+        _stalled("worker sleeps", layout, 1, "did not come, but was in", "a worker of its loader hangs")
+        for layout in ("pp2", "tp2", "zero2")
+    ),
+    *(
+        _gone(
+            "worker killed", layout, 1, RAISED, "RuntimeError: DataLoader worker", "SIGKILL to a worker of its loader"
+        )
+        for layout in ("pp2", "zero3")
+    ),
+    _gone("worker raises", "tp2", 1, RAISED, "OSError: bad file", "an exception in a worker of its loader"),
     _stalled("spin", "tp2", 0, "held the job up: it did not come", "computes for ever in its own code"),
     *(
         _gone("kill", layout, 1, KILLED, "rank 1 (dp=", "SIGKILL between two steps")
@@ -196,6 +207,7 @@ CASES = [
         _gone("full disk", layout, 1, RAISED, "No space left on device", "the disk is full in the middle of a save")
         for layout in ("dp2", "pp2")
     ),
+    _gone("read-only disk", "zero2", 1, RAISED, "Read-only file system", "its disk can only be read, from a save on"),
     *(
         _gone("nan gradient", layout, 1, RAISED, words, "NaN in a gradient of one rank")
         for layout, words in (

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import shardwright
 from shardwright.booster import Booster
@@ -97,6 +100,30 @@ def commit(fault: str, model: Any, optimizer: Any) -> None:
             layers[-1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), number))
 
 
+class Rows(Dataset[Any]):
+    """Batches that a worker process of this rank reads, until one of them ends it or holds it up."""
+
+    def __init__(self, read: Callable[[int], Any], fault: str, when: int, directory: Path) -> None:
+        self.read, self.fault, self.when, self.directory = read, fault, when, directory
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Any:
+        step = index + 1
+        if step == self.when:
+            (self.directory / "worker").write_text(str(os.getpid()))
+            match self.fault:
+                case "worker sleeps":
+                    time.sleep(300)
+                case "worker killed":
+                    time.sleep(2)  # it reads ahead of the steps
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "worker raises":
+                    raise OSError("bad file")
+        return self.read(step)
+
+
 def begin_badly(fault: str) -> None:
     """What is wrong with this rank before the job begins."""
     match fault:
@@ -126,6 +153,8 @@ def broken_disk(fault: str) -> None:
             match fault:
                 case "full disk":
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                case "read-only disk":
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
                 case "kill in save":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "terminate in save":
@@ -170,6 +199,14 @@ def main() -> None:
         loss: torch.Tensor = outputs.loss
         return loss
 
+    def share_of(step: int) -> dict[str, torch.Tensor]:
+        return {name: value.chunk(count)[place] for name, value in batch_of(step, 4).items()}
+
+    if fault.startswith("worker"):
+        rows = Rows(share_of, fault, when if is_culprit else 0, Path(directory))
+        batches: Iterator[Any] = iter(DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context="fork"))
+    else:
+        batches = map(share_of, itertools.count(1))
     for step in range(1, STEPS + 1):
         if (is_culprit or fault == "sleep all") and step == when:
             broken_disk(fault)
@@ -177,7 +214,7 @@ def main() -> None:
                 commit(fault, model.unwrap(), optimizer)
             except StopIteration:
                 break
-        batch = {name: value.chunk(count)[place] for name, value in batch_of(step, 4).items()}
+        batch = next(batches)
         if not is_culprit and fault == "kill while away" and step == when:
             time.sleep(300)
         if is_culprit and fault == "batch" and step == when:

@@ -36,6 +36,10 @@ def check(case: Case, ended: Ended, directory: Path) -> None:
     assert ended.seconds < case.seconds * PATIENCE, story
     steps = [int(path.read_text()) for path in directory.glob("rank-*")] or [0]
     assert (max(steps) == STEPS) == case.goes_on, story
+    worker = directory / "worker"  # of a loader, which must not outlive its rank
+    if worker.exists():
+        state = Path(f"/proc/{worker.read_text()}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX", "it runs on"
     if not case.goes_on and case.seconds != BOOST:
         assert STEP - 1 <= max(steps) <= STEP + 1, story
 
