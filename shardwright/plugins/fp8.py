@@ -94,7 +94,7 @@ def follow_history(
 ) -> None:
     """Delayed scaling: what the linears of this rank see is kept from step to step, and with the optimizer's states.
 
-    axes    of the ranks that compute with the same linears, or parts of them
+    axes    of the ranks that compute with the same linears, or parts of them; gradients are averaged over all but tp's
     """
     options = settings.fp8
     if options is None or not options.is_delayed:
@@ -104,7 +104,8 @@ def follow_history(
             _LOGGER.warning("fp8_options.scaling='delayed' without an optimizer: no step ends, so scales are current")
         return
     linears = fp8_linears_of(model)
-    history = AmaxHistory(list(linears), options.history, get_current_device(), mesh.group(*axes))
+    replicas = mesh.size(*(axis for axis in axes if axis != "tp"))
+    history = AmaxHistory(list(linears), options.history, get_current_device(), mesh.group(*axes), replicas)
     for number, products in enumerate(linears.values()):
         products.history, products.number = history, number
     optimizer.amax_history = history

@@ -19,18 +19,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 _FACTORS = 3
+_GRADIENT = 2
 
 
 class AmaxHistory:
     """
     names   of the linears, each with a number by its place
     group   of the ranks that compute with them
+    replicas   over which gradients are averaged: what one of them sees is as many times what one process sees, which
+               is what is saved, for runs that go on with more of them or fewer
     """
 
     def __init__(
-        self, names: Sequence[str], steps: int, device: torch.device, group: dist.ProcessGroup | None = None
+        self,
+        names: Sequence[str],
+        steps: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        replicas: int = 1,
     ) -> None:
-        self.names, self.group = list(names), group
+        self.names, self.group, self.replicas = list(names), group, replicas
         self.seen = torch.zeros(len(self.names), _FACTORS, device=device)
         self.history = torch.zeros(len(self.names), _FACTORS, steps, device=device)
         self._largest = torch.zeros_like(self.seen)
@@ -61,16 +69,17 @@ class AmaxHistory:
         """By name: numbers as JSON keeps them, exactly. Without linears that nothing is known of, as are those of
         other stages of a pipeline, whose ranks tell.
         """
-        return {
-            name: saved for name, saved in zip(self.names, self.history.tolist(), strict=True) if any(map(any, saved))
-        }
+        history = self.history.double()  # in which a third of a gradient comes back as what it was
+        history[:, _GRADIENT] /= self.replicas
+        return {name: saved for name, saved in zip(self.names, history.tolist(), strict=True) if any(map(any, saved))}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
         """Linears that `state` does not know begin anew."""
         history = torch.zeros_like(self.history, device="cpu")
         steps = history.shape[-1]
         for number, name in enumerate(self.names):
-            saved = torch.tensor(state.get(name, [[]] * _FACTORS))[..., :steps]
+            saved = torch.tensor(state.get(name, [[]] * _FACTORS), dtype=torch.float64)[..., :steps]
+            saved[_GRADIENT] *= self.replicas
             history[number, :, : saved.shape[-1]] = saved
         self.history = history.to(self.history.device)
         self._largest = self.history.amax(-1)

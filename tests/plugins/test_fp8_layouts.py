@@ -122,6 +122,32 @@ def test_layouts_equal_one_process() -> None:
     run_ranks(check_layouts, 2, list(LAYOUTS))
 
 
+def saved_history(rank: int, world: int, settings: dict[str, Any]) -> torch.Tensor:
+    """[linears, 3, steps] of what a checkpoint says after two steps. Lengths are those that two ranks divide: places
+    that are filled up are computed too, and scales go by them.
+    """
+    plugin = HybridParallelPlugin(precision="fp32", use_fp8=True, fp8_options={**DELAYED, "emulate": True}, **settings)
+    booster, model = Booster(plugin=plugin), build()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    with keep_float64():
+        for step in range(2):
+            optimizer.zero_grad()
+            batch = zoo.inputs(MODEL, batch_size=8, seq_len=12 + 2 * step, seed=step)
+            mine = rows(batch, plugin.mesh.coordinate("dp"), plugin.dp_size)
+            booster.execute_pipeline(iter([mine]), boosted, None, optimizer)
+            optimizer.step()
+    return torch.tensor(list(optimizer.state_dict()["amax_history"].values()))
+
+
+def test_checkpoints_hold_the_history_of_one_process() -> None:
+    """Of gradients too, of which a rank sees more the more ranks there are that average them."""
+    axis = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
+    (alone,) = run_ranks(saved_history, 1, {})
+    for settings in ({"tp_size": 2}, {"zero_stage": 1}, axis):
+        for found in run_ranks(saved_history, 2, settings):
+            torch.testing.assert_close(found, alone, rtol=1e-5, atol=0)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MORE)
 def test_more_layouts_equal_one_process(name: str) -> None:

@@ -168,6 +168,21 @@ def test_delayed_scales_follow_the_steps_before() -> None:
     assert resumed.amax(1, X) is None
 
 
+def test_the_history_of_gradients_is_saved_as_one_process_sees_it() -> None:
+    """What a rank sees of them grows with the ranks whose gradients are averaged; three of them, for what does not
+    divide exactly.
+    """
+    saved, resumed, other = (AmaxHistory(["a"], 2, torch.device("cpu"), replicas=count) for count in (3, 3, 1))
+    seen = torch.tensor([5.0, 7.0, 0.1])
+    for factor in (X, W, DY):
+        saved.note(0, factor, seen[factor])
+    saved.roll()
+    for history in (resumed, other):
+        history.load_state_dict(saved.state_dict())
+    assert torch.equal(resumed.history, saved.history)
+    torch.testing.assert_close(other.history[0, :, 0], seen / torch.tensor([1, 1, 3]))
+
+
 def test_zeros_are_no_history() -> None:
     """Layers that begin as zeros, and what is behind them, have their first scale from the first other step."""
     history = AmaxHistory(["a"], 2, torch.device("cpu"))
