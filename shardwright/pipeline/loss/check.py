@@ -40,6 +40,7 @@ from ...ops.vocab_shard import VocabShard
 from ...utils import pytree
 from ..batch.microbatch import batch_size, items_of, shared_entries
 from ..batch.ready import form_of
+from .alike import AlikeLayers
 from .facts import CONST, SAMPLES, Fact, Kind, Recipe, names
 from .functions import ARITHMETIC
 from .identity import identity
@@ -131,9 +132,9 @@ class LossCheck:
             parameter.requires_grad_(requires_grad)
         self._gate = units[-1].gate if units else None
         self._gate_calls = units[-1].call + 1 if units else 0  # of the gate in a forward, up to the end of the layers
-        self._known_layers: dict[Hashable, Any] = {}  # of one run: output by what a layer is and gets
+        self._alike = AlikeLayers()
         for unit in [unit for unit in units[:-1] if unit.layer != units[-1].layer]:
-            self._run_once_of_a_kind(self._model.get_submodule(unit.layer))
+            self._alike.run_one_of(self._model.get_submodule(unit.layer))
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
         self._dims: tuple[int, ...] = ()  # of one verdict, see there
@@ -185,28 +186,6 @@ class LossCheck:
                 raise LossError(found[key].error)
         return {index: found[key] for index, key in enumerate(keys)}
 
-    def _run_once_of_a_kind(self, layer: nn.Module) -> None:
-        """Layers that are alike return alike: of a deep model only a few run."""
-        kind = (type(layer), tuple((parameter.shape, parameter.requires_grad) for parameter in layer.parameters()))
-        forward = layer.forward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            given = tuple(
-                (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x) for x in leaves
-            )
-            key = (kind, spec, given, torch.is_grad_enabled())
-            if key not in self._known_layers:
-                self._known_layers[key] = forward(*args, **kwargs)
-                return self._known_layers[key]
-            return pytree.tree_map_only(
-                torch.Tensor,
-                lambda seen: torch.empty_like(seen).requires_grad_(seen.requires_grad).clone(),
-                self._known_layers[key],
-            )
-
-        layer.forward = run  # type: ignore[method-assign]
-
     def returns_of(
         self, names: Collection[str], last: str, inputs: Any, enter: tuple[str, Callable[..., None]]
     ) -> dict[str, Any]:
@@ -217,7 +196,7 @@ class LossCheck:
         """
         seen: dict[str, Any] = {}
         with ExitStack() as stack:
-            stack.callback(self._known_layers.clear)
+            stack.callback(self._alike.forget)
             stack.callback(
                 self._model.get_submodule(enter[0]).register_forward_pre_hook(enter[1], with_kwargs=True).remove
             )
@@ -265,7 +244,7 @@ class LossCheck:
         runs: list[_MetaWatcher | Exception] = []
         for factor in (1, 2) if asked.weighed else (1,):
             try:
-                runs.append(self._run(asked, factor, guess))
+                runs.append(self._alike.tried(partial(self._run, asked, factor, guess)))
             except Exception as error:  # the user's own code: anything can happen
                 runs.append(error)
         return runs
@@ -291,7 +270,7 @@ class LossCheck:
     ) -> Verdict:
         """`verdict`, found on whole logits, with what becomes of them when they are split."""
         try:
-            numbers: Any = self._run(asked, 1, guess, split=True).numbers
+            numbers: Any = self._alike.tried(partial(self._run, asked, 1, guess, split=True)).numbers
         except LossError as error:
             return Verdict(error=str(error))
         except Exception:
@@ -318,7 +297,7 @@ class LossCheck:
         watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, asked.shared, asked.ready)
         watched = asked.weighed or bool(self.split_heads)
         with ExitStack() as stack:
-            stack.callback(self._known_layers.clear)
+            stack.callback(self._alike.forget)
             stack.enter_context(without_data())
             stack.enter_context(torch.set_grad_enabled(asked.training))
             if watched and self._gate is not None:
