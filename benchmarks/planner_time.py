@@ -110,9 +110,7 @@ def predict(world: int, options: dict[str, Any], calibration: str) -> tuple[floa
     found = profiled(options.get("tp_size", 1))
     times = step_times(job, world, device_of(calibration, None, "fp32", world), found)
     assert not times.relative, times.relative
-    timeline = times.timeline
-    work = len(timeline.ranks) * timeline.makespan * (1 - timeline.bubble)
-    return times.seconds, world * (work / len(timeline.ranks) + times.behind["optimizer"] + times.behind["host"])
+    return times.seconds, world * times.processor
 
 
 def tau(one: Sequence[float], other: Sequence[float]) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ HELP = "measure operators, collectives and messages on this machine, for the tim
 _CPU_RANKS = 4
 _POWERS = {"cpu": range(10, 25, 2), "cuda": range(12, 29, 2)}  # bytes of collectives and messages
 _TOKENS = 8  # so few that a layer has hardly anything to compute
+_NOTHING = {"layer": 0.0, "around": 0.0, "step": 0.0}  # of a rank for which there is no core
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +97,8 @@ def _measure(args: argparse.Namespace) -> int:
     if args.quick:
         size, powers = size.shorter(), powers[::2]
     collectives, messages = links(device, powers, say) if world > 1 else ({}, [])
-    dist.barrier()
+    meeting: list[Any] = [tempfile.mkdtemp(prefix="shardwright-calibrate-") if rank == 0 else None]
+    dist.broadcast_object_list(meeting, src=0, device=device)
     dist.destroy_process_group()
     cores = os.cpu_count() or 1
     found: dict[str, Any] = {}
@@ -103,7 +107,11 @@ def _measure(args: argparse.Namespace) -> int:
         found = measure.operators(device, size, say)
         say("what the host takes for an operator")
         found["host"] = {"call": found.pop("call"), **_host(device, size)}
+    if device.type == "cpu" and world > 1 and rank < 2:
+        say("what the host takes for being one of two ranks")
+        found["host"] = found.get("host", _NOTHING) | _layouts(rank, meeting[0], found.get("host", _NOTHING), size)
     if rank == 0:
+        shutil.rmtree(meeting[0], ignore_errors=True)
         calibration = Calibration(
             device=_facts(device, cores if device.type == "cpu" else 0, world),
             made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -129,6 +137,20 @@ def _host(device: Any, size: Any) -> dict[str, float]:
     launch(0, 1, None, None, backend="fake")
     try:
         return measure.host(_model(), lambda samples: _batch(samples, device), device, size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _layouts(rank: int, directory: str, alone: Any, size: Any) -> dict[str, float]:
+    """As one of the two ranks of a job, which meet in `directory`."""
+    import torch
+    import torch.distributed as dist
+
+    from ..planner.measure_layouts import layouts
+
+    dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/store", 2), rank=rank, world_size=2)
+    try:
+        return layouts(_model(), lambda samples, begin: _batch(samples, torch.device("cpu"), begin), size, alone)
     finally:
         dist.destroy_process_group()
 
@@ -174,8 +196,8 @@ def _model() -> Callable[[int], Any]:
     return lambda layers: LlamaForCausalLM(LlamaConfig(**{**settings, "num_hidden_layers": layers}))
 
 
-def _batch(samples: int, device: Any) -> dict[str, Any]:
+def _batch(samples: int, device: Any, begin: int = 0) -> dict[str, Any]:
     import torch
 
-    ids = torch.arange(_TOKENS, device=device).repeat(samples, 1)
+    ids = torch.arange(begin, begin + _TOKENS, device=device).repeat(samples, 1)
     return {"input_ids": ids, "labels": ids}

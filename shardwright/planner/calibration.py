@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .gpus import like_device
-from .machines import COMPUTED, GIB, Machine, check_known
+from .machines import COMPUTED, GIB, Host, Machine, check_known
 from .machines import machine as _published
 from .operators import Operator
 from .rates import scaled
 
-FORMAT = 1
+FORMAT = 2
 _WORDS = "shardwright calibrate"
 _STEP_BYTES = 30  # that AdamW moves for an element: gradient, weight, two states, and the weight in half precision
 _NEAREST = 4
@@ -35,12 +35,14 @@ class Point(NamedTuple):
     ranks    that took part
     flops    0 where it is no product
     moved    bytes that it reads and writes; of a collective what each rank sends
+    busy     seconds of a rank's processor, of what is sent on a CPU; else 0
     """
 
     ranks: int
     flops: int
     moved: int
     seconds: float
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Calibration:
     """device     type, name, memory (bytes), cores (of a CPU, else 0), count
     made, versions, clock   when, with what, and by which clock
     host        seconds of the host for an operator: "call" alone, and "forward" and "backward" in a layer; and "around"
-                a microbatch and for a "step", beside those
+                a microbatch and for a "step", beside those; on CPUs also those of `machines.Host`, "hooks" and
+                "replicas" below ZeRO-3 and "gathering hooks" and "gathering replicas" in it
     products, attention   by dtype; `moving`: elementwise operators, norms and copies
     optimizer   AdamW; `moved` are elements
     collectives by name, and messages between two ranks; empty where there was one device
@@ -179,6 +182,16 @@ class CalibratedMachine(Machine):
         ranks = {point.ranks for point in every}
         return {number: Rates([point for point in every if point.ranks == number]) for number in ranks}
 
+    @cached_property
+    def _busy(self) -> dict[int, Rates]:
+        """Of collectives as `_links`, what they keep a processor busy with."""
+        every = [point for rows in self.calibration.collectives.values() for point in rows if point.busy > 0]
+        ranks = {point.ranks for point in every}
+        return {
+            number: Rates([point._replace(seconds=point.busy) for point in every if point.ranks == number])
+            for number in ranks
+        }
+
     def computing(self, calls: Mapping[Operator, float]) -> float:
         return sum(
             count * self._tables[kind].seconds(flops if kind != "other" else 0, moved)
@@ -202,6 +215,12 @@ class CalibratedMachine(Machine):
         nearest = min(self._links, key=lambda number: abs(math.log2(number / ranks)))
         return self._links[nearest].seconds(0, size) * (1 if ranks <= nearest else ranks / nearest)
 
+    def busy(self, size: float, ranks: int) -> float:
+        if ranks < 2 or not size or not self._busy:
+            return 0.0
+        nearest = min(self._busy, key=lambda number: abs(math.log2(number / ranks)))
+        return self._busy[nearest].seconds(0, size) * (1 if ranks <= nearest else ranks / nearest)
+
     def message(self, size: float, reach: int) -> float:
         if not size:
             return 0.0
@@ -212,6 +231,12 @@ class CalibratedMachine(Machine):
     def plain(self) -> dict[str, Any]:
         tables = self.calibration
         return {**super().plain(), "calibration": {**tables.device, "made": tables.made, "versions": tables.versions}}
+
+
+def _host(found: Mapping[str, float]) -> Host:
+    """What was measured of it: nothing with one rank."""
+    hooks, replicas = ((found.get(name, 0.0), found.get(f"gathering {name}", 0.0)) for name in ("hooks", "replicas"))
+    return Host(found.get("collective", 0.0), hooks, replicas, found.get("action", 0.0))
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
@@ -251,7 +276,7 @@ def calibrated(
         links = (inside or _CPU_LINK) * 1e9
         machine = replace(machine, inside=links, between=between * 1e9 if between else links)
         known |= {"per_node": per_node or world_size, "cores": found.device["cores"], "device": "cpu"}
-        known |= {"around": found.host["around"], "step": found.host["step"]}
+        known |= {"around": found.host["around"], "step": found.host["step"], "host": _host(found.host)}
     else:
         name, own = like_device((found.device["name"], found.device["memory"] / GIB))
         if gpu is not None and gpu != name:

@@ -19,6 +19,7 @@ from ..pipeline.schedules import STYLES, Schedule
 from ..pipeline.schedules import get as get_schedule
 from ..zero.layout import CUDA_BUCKET_BYTES
 from .machines import Machine
+from .operators import Operator
 from .rates import Rates
 from .stages import Ends, dealt
 from .states import NO_STEP, StepCost
@@ -101,6 +102,7 @@ class Estimate(NamedTuple):
     parts       of `seconds`: computing, waiting for the pipeline, and what of communication is not hidden, by axis
     mfu         share of the devices' peak that the model's products use
     simulated   False: by formulas only
+    processor   seconds of a processor that a rank takes, where it computes; else 0
     """
 
     layout: Layout
@@ -109,6 +111,7 @@ class Estimate(NamedTuple):
     parts: dict[str, float]
     mfu: float
     simulated: bool = False
+    processor: float = 0.0
 
 
 class Estimator:
@@ -147,7 +150,7 @@ class Estimator:
         sent = [self._tensor(layer.sent, layer.calls), self._tensor(layer.sent_back, layer.calls_back) * _BEHIND]
         ring = self._sequence()
         forward = self._samples(layer.forward) + layer.start + sent[0] + ring
-        backward = self._samples(layer.backward) + layer.start_back + sent[1] + ring
+        backward = self._samples(layer.backward) + layer.start_back + sent[1] + ring + self._added(layer.parameters)
         backward += layout.whole * forward + layout.selective * (self._samples(layer.cheap) + layer.start / 2)
         return forward, backward, self._samples(layer.forward)
 
@@ -173,11 +176,19 @@ class Estimator:
         ranks = self._layout.dp * self._layout.sp
         return self._task.machine.sent(size * (ranks - 1) / ranks, ranks, self._task.world_size)
 
+    def _added(self, parameters: float) -> float:
+        """Seconds of a backward in which gradients are added to those of earlier microbatches, a share of them."""
+        layout = self._layout
+        moved = round((8 + self._itemsize) * parameters)  # the sum there and back, and what is added to it
+        again = (layout.count - 1) / layout.count
+        return again * self._task.machine.computing({Operator("other", 0, moved): 1.0}) if moved and again else 0.0
+
     def _tensor(self, sent: float, calls: float) -> float:
         layout, machine = self._layout, self._task.machine
-        return (
-            self._samples(sent) / (machine.inside * machine.sending) + calls * machine.latency if layout.tp > 1 else 0.0
-        )
+        if layout.tp == 1:
+            return 0.0
+        sending = self._samples(sent) / (machine.inside * machine.sending)
+        return sending + calls * max(machine.latency, machine.host.collective)
 
     def _sequence(self) -> float:
         """Of a layer: four exchanges of what a rank has."""
@@ -191,7 +202,7 @@ class Estimator:
         sent = [self._tensor(rest.sent, rest.calls), self._tensor(rest.sent_back, rest.calls_back)]
         return (
             self._samples(rest.forward) + rest.start + sent[0],
-            self._samples(rest.backward) + rest.start_back + sent[1],
+            self._samples(rest.backward) + rest.start_back + sent[1] + self._added(rest.parameters),
         )
 
     @cached_property
@@ -228,27 +239,82 @@ class Estimator:
         parts["optimizer"] = shared * (
             moved / (machine.bandwidth * machine.moving) + step.flops / (machine.flops * machine.product)
         )
-        if machine.step:
-            parts["host"] = machine.step
+        host = machine.step + self._replicated
+        if host:
+            parts["host"] = host
+        processor = 0.0
         if machine.cores:  # which all ranks share
-            busy = self._task.world_size * (computing + parts["optimizer"] + machine.step) / machine.cores
-            parts["sharing cores"] = max(busy - sum(parts.values()), 0.0)
+            processor = computing - self._waiting + parts["optimizer"] + host + self._sending
+            parts["sharing cores"] = max(self._task.world_size * processor / machine.cores - sum(parts.values()), 0.0)
         seconds = sum(parts.values())
         samples = layout.samples * layout.count * layout.dp
         mfu = self._task.flops * samples / (seconds * self._task.world_size * machine.flops)
         memory = self._memory(simulated)
-        return Estimate(layout, memory, seconds, parts, mfu, simulated)
+        return Estimate(layout, memory, seconds, parts, mfu, simulated, processor)
 
     def _computing(self) -> float:
         """Of a rank with its share of everything, all microbatches."""
         forward, backward, _ = self._actions
         whole = self._rates.layers * (forward + backward) + sum(self._rest)
-        return self._layout.count * whole / self._layout.pp
+        return self._layout.count * (whole / self._layout.pp + 2 * self._layout.chunks * self._action)
+
+    @property
+    def _action(self) -> float:
+        """Seconds of the host for an action of a pipeline, beside what it computes."""
+        return self._task.machine.host.action if self._layout.pp > 1 else 0.0
+
+    @property
+    def _replicated(self) -> float:
+        """Seconds of the host in a step for what other ranks have, too."""
+        layout, rates = self._layout, self._rates
+        if layout.dp * layout.sp == 1:
+            return 0.0
+        host, place = self._task.machine.host, int(layout.zero == 3)
+        tensors = (rates.layers * rates.layer.tensors + rates.rest.tensors) / layout.pp
+        times = data_rounds(layout).reduced
+        return host.replicas[place] + host.hooks[place] * tensors * times
+
+    # On a processor, which what is sent keeps busy for a part of the time that it takes.
+
+    @property
+    def _waiting(self) -> float:
+        """Of `computing`, the seconds of collectives between tensor- and sequence-parallel ranks."""
+        layer, rest, layout = self._rates.layer, self._rates.rest, self._layout
+        of_layer = self._tensor(layer.sent, layer.calls) + self._tensor(layer.sent_back, layer.calls_back) * _BEHIND
+        of_rest = self._tensor(rest.sent, rest.calls) + self._tensor(rest.sent_back, rest.calls_back)
+        return layout.count * (self._rates.layers * (of_layer + 2 * self._sequence()) + of_rest) / layout.pp
+
+    @property
+    def _sending(self) -> float:
+        """Seconds of a rank's processor in a step for all that it sends."""
+        layer, rest, layout, machine = self._rates.layer, self._rates.rest, self._layout, self._task.machine
+
+        def tensor(sent: float, calls: float) -> float:
+            if layout.tp == 1 or not calls:
+                return 0.0
+            small, own = (machine.busy(size, layout.tp) for size in (1, self._samples(sent) / calls))
+            return calls * (max(own - small, 0.0) + max(machine.host.collective, small))
+
+        found = self._rates.layers * (tensor(layer.sent, layer.calls) + tensor(layer.sent_back, layer.calls_back))
+        found += tensor(rest.sent, rest.calls) + tensor(rest.sent_back, rest.calls_back)
+        if layout.sp > 1:
+            size = self._samples(self._task.hidden) / layout.tp
+            found += self._rates.layers * 8 * machine.busy(size, layout.sp)  # four exchanges, there and back
+        found *= layout.count / layout.pp
+        ranks = layout.dp * layout.sp
+        if ranks > 1:
+            rounds, share = data_rounds(layout), (ranks - 1) / ranks
+            parameters = self._parameters()
+            reduced = machine.busy(4 * parameters * share * (1 if layout.zero else 2), ranks)
+            found += rounds.reduced * reduced + rounds.gathered * machine.busy(
+                self._itemsize * parameters * share, ranks
+            )
+        return found
 
     def _by_formula(self, forward: float, backward: float, late: float) -> float:
         layout = self._layout
-        dearest = self._most * layout.chunks * (forward + backward)
-        last = self._counts[-1] * (forward + backward) + sum(self._rest)
+        dearest = layout.chunks * (self._most * (forward + backward) + 2 * self._action)
+        last = self._counts[-1] * (forward + backward) + sum(self._rest) + 2 * self._action
         if layout.pp == 1:
             return layout.count * (self._rates.layers * (forward + backward) + sum(self._rest))
         dearest = max(dearest, last)
@@ -270,8 +336,8 @@ class Estimator:
         forward, backward, late = self._actions
         rest = self._rest
         counts = self._counts
-        forwards = [count * forward for count in counts]
-        grads = [count * (backward - late) for count in counts]
+        forwards = [count * forward + self._action for count in counts]
+        grads = [count * (backward - late) + self._action for count in counts]
         weights = [count * late for count in counts]
         forwards[-1] += rest[0]
         grads[-1] += rest[1] / 2

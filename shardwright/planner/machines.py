@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,21 @@ from .gpus import gpu
 from .operators import Operator
 
 GIB = 2**30
+
+
+class Host(NamedTuple):
+    """Seconds of a processor beside operators and what is sent, of one rank.
+
+    collective   of a layer's tensor-parallel collective
+    hooks        of a parameter's gradient, in a step, where other ranks have it too; below ZeRO-3 and in it
+    replicas     of a step, where other ranks have the same parameters; the same two
+    action       of a forward or a backward of a pipeline's stage
+    """
+
+    collective: float = 0.0
+    hooks: tuple[float, float] = (0.0, 0.0)
+    replicas: tuple[float, float] = (0.0, 0.0)
+    action: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,7 @@ class Machine:
     cores       that all ranks share, where they compute on a CPU; 0: each has a device of its own
     around, step    seconds of the host for a microbatch and for a step, beside operators of layers, while which nothing
                     is computed
+    host            more such seconds, where a processor computes: see `Host`
     """
 
     name: str
@@ -54,6 +70,7 @@ class Machine:
     cores: int = 0
     around: float = 0.0
     step: float = 0.0
+    host: Host = field(default_factory=Host)
 
     @property
     def source(self) -> str:
@@ -75,7 +92,7 @@ class Machine:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return {each.name: getattr(self, each.name) for each in fields(Machine)}
+        return {**{each.name: getattr(self, each.name) for each in fields(Machine)}, "host": self.host._asdict()}
 
     def sent(self, size: float, ranks: int, reach: int) -> float:
         """Seconds in which each of `ranks` sends so many bytes in a collective; they lie evenly within `reach` devices.
@@ -90,6 +107,10 @@ class Machine:
         else:
             link = min(self.inside, self.between * max(self.per_node * ranks // reach, 1))
         return size / (link * self.sending) + self.latency
+
+    def busy(self, size: float, ranks: int) -> float:
+        """Seconds of a rank's processor for a collective in which it sends so many bytes; a GPU's links need none."""
+        return 0.0
 
     def message(self, size: float, reach: int) -> float:
         """Seconds in which a device sends so many bytes to another one; both lie within `reach` devices."""

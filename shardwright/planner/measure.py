@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -204,32 +205,36 @@ def host(
     size: Size,
 ) -> dict[str, float]:
     """Seconds of the host where there is hardly anything to compute: for an operator, forward and backward, as models
-    of one and of four layers differ; around a microbatch and for a step, as steps of one and of four microbatches do.
-    This process must be the only rank of a job.
+    of one and of four layers differ, and for a layer in all; around a microbatch and for a step, as steps of one and of
+    four microbatches do. This process must be the only rank of a job.
 
     model, batch   with so many layers, and of so many samples
     """
     few, many = (_host(model(layers).to(device), batch(1), size) for layers in (1, 4))
     layer = [max(many[place][0] - few[place][0], 0.0) / 3 for place in (0, 1)]
-    one, four = (_step(model(1).to(device), batch(samples), samples, size) for samples in (1, 4))
+    one, four = (
+        step_seconds(model(1).to(device), batch(samples), size, num_microbatches=samples) for samples in (1, 4)
+    )
     microbatch = max(four - one, 0.0) / 3
-    found = {"around": max(microbatch - sum(layer), 0.0), "step": max(one - microbatch, 0.0)}
+    found = {"around": max(microbatch - sum(layer), 0.0), "step": max(one - microbatch, 0.0), "layer": sum(layer)}
     for place, name in enumerate(("forward", "backward")):
         found[name] = 3 * layer[place] / max(many[place][1] - few[place][1], 1)
     return found
 
 
-def _step(model: nn.Module, batch: Mapping[str, Any], microbatches: int, size: Size) -> float:
-    """Seconds of the processor for a step through the Booster, without the optimizer's."""
-    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", num_microbatches=microbatches))
+def step_seconds(model: nn.Module, batch: Mapping[str, Any], size: Size, **options: Any) -> float:
+    """Of the processor for a step through the Booster, without the optimizer's. All ranks of the job step together."""
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **options))
     boosted: Any
     optimizer: Any
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     times = []
     for _ in range(_repeats(size)):
+        dist.barrier()
         began = time.process_time()
         booster.execute_pipeline(iter([batch]), boosted, lambda outputs, _: loss_of(outputs), optimizer)
         times.append(time.process_time() - began)
+        optimizer.step()
         optimizer.zero_grad()
     return median(times[_WARM:])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,9 @@ def links(device: torch.device, powers: Sequence[int], say: Say) -> tuple[dict[s
             for power in powers:
                 if dist.get_rank() < ranks:
                     elements = max(2**power // 4 // ranks, 1) * ranks
-                    seconds = _seconds(call(elements, ranks, device, group), group, device)
+                    seconds, busy = _seconds(call(elements, ranks, device, group), group, device)
                     moved = round(4 * elements * sends * (ranks - 1) / ranks)
-                    found.setdefault(name, []).append(Point(ranks, 0, moved, seconds))
+                    found.setdefault(name, []).append(Point(ranks, 0, moved, seconds, busy))
         dist.barrier()
     say("messages between two ranks")
     group = dist.new_group([0, 1])
@@ -37,24 +38,28 @@ def links(device: torch.device, powers: Sequence[int], say: Say) -> tuple[dict[s
     if dist.get_rank() < 2:
         for power in powers:
             tensor = torch.zeros(2**power // 4, device=device)
-            messages.append(Point(2, 0, 2**power, _seconds(_message(tensor, group), group, device)))
+            messages.append(Point(2, 0, 2**power, *_seconds(_message(tensor, group), group, device)))
     dist.barrier()
     return found, messages
 
 
-def _seconds(call: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
-    """The least of several, each from when all ranks are there: what else keeps a rank busy is none of a link's."""
-    found = []
+def _seconds(call: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """The least of several, each from when all ranks are there: what else keeps a rank busy is none of a link's. And
+    what a rank's processor is busy with, on a CPU.
+    """
+    found, busy = [], []
     for _ in range(_ROUNDS):
         dist.barrier(group)
         _wait(device)
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         call()
         _wait(device)
         found.append(time.perf_counter() - began)
-    slowest = torch.tensor(min(found), device=device)
+        busy.append(time.process_time() - worked)
+    slowest = torch.tensor([min(found), median(busy)], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return max(float(slowest), 1e-9)
+    seconds, processor = slowest.tolist()
+    return max(seconds, 1e-9), max(processor, 1e-9) if device.type == "cpu" else 0.0
 
 
 def _wait(device: torch.device) -> None:

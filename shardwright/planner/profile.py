@@ -49,6 +49,7 @@ class Part:
     forward_top, backward_top   bytes that these need for a while, beyond what is kept
     parameters  elements
     forward, backward   calls of operators
+    tensors     that these elements are in
     """
 
     kept: float
@@ -57,6 +58,7 @@ class Part:
     parameters: float
     forward: Calls
     backward: Calls
+    tensors: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -124,6 +126,7 @@ class _Measured:
     backward: Segment
     calls: Mapping[str, Counter[Operator]]
     parameters: int
+    tensors: int
 
 
 def _measure(source: Source, options: Mapping[str, Any], ranks: int, kept: frozenset[int]) -> _Measured:
@@ -149,9 +152,9 @@ def _measure(source: Source, options: Mapping[str, Any], ranks: int, kept: froze
             with operators, segments.step():
                 booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
                 begins("behind")
-            parameters = sum(param.numel() for param in model.parameters())
+            sizes = [param.numel() for param in model.parameters()]
     by_name = {str(segment.name): segment for segment in segments.done}
-    return _Measured(by_name["0F0"], by_name["0B0"], operators.calls, parameters)
+    return _Measured(by_name["0F0"], by_name["0B0"], operators.calls, sum(sizes), len(sizes))
 
 
 def _total(amounts: Any) -> Any:
@@ -176,6 +179,7 @@ def _difference(one: _Measured, other: _Measured, layers: int) -> Part:
         (other.parameters - one.parameters) / layers,
         _minus(other.calls["0F0"], one.calls["0F0"], layers),
         _minus(other.calls["0B0"], one.calls["0B0"], layers),
+        (other.tensors - one.tensors) / layers,
     )
 
 
@@ -202,6 +206,7 @@ def _rest(one: _Measured, layer: Part, layers: int) -> Part:
         one.parameters - layers * layer.parameters,
         _less(one.calls["0F0"], layer.forward, layers),
         _less(one.calls["0B0"], layer.backward, layers),
+        one.tensors - layers * layer.tensors,
     )
 
 
@@ -222,8 +227,10 @@ def _mean(parts: list[tuple[Part, int]]) -> Part:
         for found, own in zip(calls, (part.forward, part.backward), strict=True):
             for call, count in own.items():
                 found[call] = found.get(call, 0.0) + count * number / total
-    numbers = [
-        sum(getattr(part, name) * number for part, number in parts) / total
-        for name in ("kept", "forward_top", "backward_top", "parameters")
-    ]
-    return Part(*numbers, *calls)
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(part, name) * number for part, number in parts) / total)
+
+    forward, backward = calls
+    memory = mean("kept"), mean("forward_top"), mean("backward_top"), mean("parameters")
+    return Part(*memory, forward, backward, mean("tensors"))

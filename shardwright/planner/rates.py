@@ -26,6 +26,7 @@ class PartCost:
     sent, sent_back    bytes of a sample that each rank sends the others of its tensor-parallel group, and
     calls, calls_back  in how many collectives
     flops              of a forward
+    tensors            that the parameters are in
     """
 
     kept: float
@@ -42,6 +43,7 @@ class PartCost:
     calls: float
     calls_back: float
     flops: float
+    tensors: float
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def _part(
         count[0] if ranks > 1 else 0.0,
         count[1] if ranks > 1 else 0.0,
         between(lambda part: part.flops),
+        one.tensors,
     )
 
 

@@ -51,12 +51,14 @@ class StepTimes:
     messages     between them
     behind       what follows when all have computed, in seconds
     relative     empty, or why times are multiples of a forward's, and not seconds
+    processor    seconds of a processor that a rank takes, where it computes; else 0
     """
 
     timeline: Timeline
     messages: tuple[Message, ...]
     behind: Mapping[str, float]
     relative: str = ""
+    processor: float = 0.0
 
     @property
     def computed(self) -> float:
@@ -68,18 +70,19 @@ class StepTimes:
         return self.computed + sum(self.behind.values())
 
 
-def step_times(job: Job, world_size: int, machine: Machine, found: Profile | None = None) -> StepTimes:
-    """This process must be in no process group. `found` is the model's profile, where that is known."""
+def step_times(job: Job, world_size: int, machine: Machine, known: Profile | None = None) -> StepTimes:
+    """This process must be in no process group. `known` is the model's profile, where it was made before."""
     shape = shape_of(job, world_size)
     try:
-        estimator = estimator_of(job, shape, world_size, machine, found)
+        estimator = estimator_of(job, shape, world_size, machine, known)
         costs, relative = estimator.costs, ""
-        parts = estimator.estimate(simulated=True).parts
-        behind = {what: seconds for what, seconds in parts.items() if what not in _COMPUTED}
+        found = estimator.estimate(simulated=True)
+        processor = found.processor
+        behind = {what: seconds for what, seconds in found.parts.items() if what not in _COMPUTED}
     except (NotShorterError, ValueError) as error:
-        known = shape.plan.costs
-        costs = known.actions(shape.plan.stages) if known is not None else Costs(1.0, 1.0, 1.0)
-        relative, behind = str(error), {}
+        cut = shape.plan.costs
+        costs = cut.actions(shape.plan.stages) if cut is not None else Costs(1.0, 1.0, 1.0)
+        relative, behind, processor = str(error), {}, 0.0
         # drawn in thousandths
         costs = _times(costs, 1e-3, shape.plan.placement.num_stages)
     schedule = shape.schedule()
@@ -87,7 +90,7 @@ def step_times(job: Job, world_size: int, machine: Machine, found: Profile | Non
     run = simulate(schedule, costs)
     spans = [[MeasuredSpan(action, start, start, end) for action, start, end in rank] for rank in run.spans]
     timeline = Timeline(schedule.placement, spans)
-    return StepTimes(timeline, tuple(_messages(timeline, costs)), behind, relative)
+    return StepTimes(timeline, tuple(_messages(timeline, costs)), behind, relative, processor)
 
 
 @dataclass(frozen=True)
