@@ -415,7 +415,7 @@ class _Maker(PictureMaker):
         for name in ("next_sentence_label", "sentence_order_label"):
             if name in self.arguments and per_token:
                 yield {**per_token, name: torch.tensor([0, 1])}
-        if "TokenClassification" in self.head and text is not None:
+        if "TokenClassification" in self.head and text is not None and per_token:
             yield {
                 "labels": (torch.arange(text.numel()).view(text.shape) % classes).masked_fill(
                     per_token["labels"] == _IGNORE, _IGNORE

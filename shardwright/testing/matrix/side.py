@@ -71,7 +71,8 @@ class Side:
     def _backward(self, batch: Batch) -> torch.Tensor | None:
         torch.manual_seed(7)
         if self.plugin.mesh.size("pp") > 1:
-            criterion: Any = None if self.built.own_loss else self.built.criterion
+            is_whole = self.built.own_loss and "mc_labels" not in batch  # the model's second loss is in no `loss`
+            criterion: Any = None if is_whole else self.built.criterion
             found = self.booster.execute_pipeline(iter([batch]), self.model, criterion, self.optimizer)
             loss: torch.Tensor | None = found["loss"]
             return loss
