@@ -114,6 +114,9 @@ def _from_pretrained(
     source = HfSource(files, model, model.state_dict())
     _check(source, model, directory, ignores_shapes)
     setattr(model, SOURCE, source)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in source:  # also of what the class has frozen (positions of Whisper's encoder), as transformers does
+            param.requires_grad_(True)
     if model.can_generate() and (directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model.eval()

@@ -338,3 +338,23 @@ def test_tables_of_positions_are_those_of_transformers(tmp_path: Path, dtype: to
         for name, made in lazy(cls, tmp_path / config.model_type, dtype=dtype).named_buffers():
             assert made.dtype == wanted[name].dtype, name
             assert torch.equal(made, wanted[name]), name
+
+
+def test_what_trains_is_what_trains_in_transformers(tmp_path: Path) -> None:
+    """Which takes every weight that it reads to be trained, positions too that the class has made constant."""
+    config = tf.WhisperConfig(
+        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim", "vocab_size"), 32),
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
+        max_source_positions=8,
+        max_target_positions=8,
+    )
+    written = tf.WhisperForConditionalGeneration(config)
+    written.save_pretrained(tmp_path)
+    with LazyInitContext():
+        fresh = tf.WhisperForConditionalGeneration(config)
+        lazy = tf.WhisperForConditionalGeneration.from_pretrained(tmp_path)
+    read = tf.WhisperForConditionalGeneration.from_pretrained(tmp_path)
+    for model, plain in ((fresh, written), (lazy, read)):
+        assert [param.requires_grad for param in model.parameters()] == [p.requires_grad for p in plain.parameters()]
