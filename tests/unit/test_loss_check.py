@@ -74,7 +74,7 @@ def test_verdicts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in range(4, 10):
         loop.step(losses.means.cross_entropy, length=length)
     assert len(loop.check._verdicts) == len(loop.check._held) == 4
-    assert not loop.check._known_layers
+    assert not loop.check._alike._known
 
 
 @pytest.mark.parametrize(

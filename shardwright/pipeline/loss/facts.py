@@ -110,7 +110,7 @@ class Fact(NamedTuple):
     whole    of WHOLE: the value for the whole batch
     why      of UNKNOWN
     coupled  of UNKNOWN: samples are known to meet, so not even a model's forward makes rows of it
-    samples  of ROWS: the tensor is `arange(number of samples)`
+    samples  of ROWS: the tensor is `arange(rows)` of an axis without a mask
     mask     of ROWS: (recipe of a mask, i): the tensor holds the indices along dim i of what the mask selects
     """
 

@@ -157,8 +157,9 @@ def _advanced(call: Call, fact: Fact, place: int | None, advanced: list[tuple[in
             return unknown(TOGETHER.format(name="an index"), coupled=True)
         wider = max(index.dim() for _, _, index, _ in advanced) - len(advanced)
         return fact.without_origin()._replace(dim=place + (wider if place > advanced[0][1] else 0))
-    # x[arange(samples), columns]
-    own = [known for at, _, _, known in rows if at == fact.dim and known.samples]
+    # x[arange(samples), columns], or of as many rows of each sample as x has
+    axis = Axis() if fact.axis is None else fact.axis
+    own = [known for at, _, _, known in rows if at == fact.dim and known.samples and known.axis == axis]
     aligned = {None if known.dim is None else known.dim - index.dim() for _, _, index, known in rows}
     if not own or len(aligned) != 1 or None in aligned or advanced[0][0] != fact.dim:
         return unknown(HALVES.format(name="an index"), coupled=True)
@@ -267,7 +268,7 @@ def created(call: Call) -> Fact | None:
     if call.name in ("arange", "range"):
         end = call.args[0] if len(call.args) == 1 else call.kwargs.get("end")
         if isinstance(end, Count) and end.axis is not None and len(call.numbers) == 1:
-            return Fact(Kind.ROWS, 0, end.axis, samples=end.axis == Axis())
+            return Fact(Kind.ROWS, 0, end.axis, samples=end.axis.base is None)
         return unknown(f"{call.name} of a number that depends on the batch")
     if isinstance(sizes, int):
         sizes = call.args[1 if call.name.startswith("new_") else 0 :]

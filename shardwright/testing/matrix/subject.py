@@ -330,9 +330,11 @@ def _is_separable(model: nn.Module, batch: Batch, outputs: Any) -> bool:
 def _sample_tensors(outputs: Any) -> list[torch.Tensor]:
     """Floating point tensors of the outputs that have a row for every sample, without the loss."""
     items = dict(outputs) if isinstance(outputs, Mapping) else dict(enumerate(outputs))
+    of_backbone = items.get("feature_maps") or ()
+    maps = {f"feature_maps.{place}": value for place, value in enumerate(of_backbone)}
     return [
         value
-        for key, value in items.items()
+        for key, value in (items | maps).items()
         if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point() and key != "past_key_values"
     ]
 

@@ -220,3 +220,10 @@ def rows_counted_in_a_list(outputs, inputs):
 def another_way_for_small_batches(outputs, inputs):
     losses, _ = token_losses(outputs, inputs)
     return losses.sum() if int(inputs["labels"].shape[0]) > 2 else 2 * losses.sum()
+
+
+@refused
+def as_many_tokens_as_samples(outputs, inputs):
+    """The first ones, which are those of the first samples only."""
+    found = outputs["logits"].flatten(0, 1)
+    return found[torch.arange(len(inputs["kinds"])), inputs["kinds"]].mean()
