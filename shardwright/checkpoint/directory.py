@@ -93,6 +93,7 @@ def candidates(path: Path) -> tuple[list[Candidate], list[str]]:
     """(committed checkpoints at or below `path`, newest first; a line for every directory that is none, with the
     reason).
     """
+    path = path.resolve() if path.is_symlink() else path  # a link that the caller names is one to follow
     if path.is_dir() and (path / MARKER).exists():
         places = [path, new_path(path), old_path(path)]
     else:

@@ -29,6 +29,8 @@ from ..files.errors import CheckpointDamaged, UnsafeCheckpoint
 from ..files.paths import inside
 from ..files.tensor_file import TensorFile, dtype_name, dtype_of, shape_of
 
+_FEW = 64  # parts that are compared by pairs
+
 
 class Chunk(NamedTuple):
     """A box of a full tensor, to be written; `data` has the box's shape."""
@@ -74,16 +76,18 @@ class TensorIndex:
         self.directory = directory
         self.entries: dict[str, Entry] = {}
         self._files: dict[str, TensorFile] = {}
+        known: dict[str, set[Box]] = {}
         for table in tables:
             if not isinstance(table, dict):
                 raise UnsafeCheckpoint(f"{directory}: the index of a rank is not a table")
             for name, entry in table.items():
-                self._add(name, entry)
+                self._add(name, entry, known.setdefault(name, set()))
         for name, entry in self.entries.items():
             if sum(place.box.numel for place in entry.places) != whole(entry.shape).numel:
                 raise CheckpointDamaged(directory, f"does not hold the whole of {name}")
 
-    def _add(self, name: str, entry: Any) -> None:
+    def _add(self, name: str, entry: Any, known: set[Box]) -> None:
+        """`known`: the boxes of this tensor that were added before."""
         try:
             dtype, shape = dtype_of(entry["dtype"], self.directory), shape_of(entry["shape"], self.directory)
             found = self.entries.setdefault(name, Entry(dtype, shape, []))
@@ -98,7 +102,8 @@ class TensorIndex:
                 ):
                     raise UnsafeCheckpoint(f"{self.directory}: a chunk of {name} lies outside its shape {shape}")
                 # buffers are saved by every stage that holds them
-                if not any(place.box == box for place in found.places):
+                if box not in known:
+                    known.add(box)
                     found.places.append(_Place(chunk["file"], str(chunk["key"]), box))
         except (KeyError, TypeError) as error:
             raise UnsafeCheckpoint(f"{self.directory}: the index does not describe {name!r} ({error!r})") from None
@@ -109,18 +114,15 @@ class TensorIndex:
     def read(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Copy `box` of the full tensor `name` into `out`, which has the box's shape; dtypes are converted."""
         entry = self.entries[name]
-        found: list[Box] = []
-        for place in entry.places:
-            common = box.intersect(place.box) if box.numel else None
-            if common is None:
-                continue
-            if any(common.intersect(other) for other in found):
-                raise UnsafeCheckpoint(f"{self.directory}: chunks of {name} overlap")
-            found.append(common)
+        every = [(place, box.intersect(place.box)) for place in entry.places] if box.numel else []
+        found = [(place, common) for place, common in every if common is not None]
+        if _overlap([common for _, common in found], box):
+            raise UnsafeCheckpoint(f"{self.directory}: chunks of {name} overlap")
+        for place, common in found:
             file = self._stored(name, place)
             start = tuple(a - b for a, b in zip(common.start, place.box.start, strict=True))
             file.read(place.key, Box(start, common.size), common.view(out, box.start))
-        if sum(part.numel for part in found) != box.numel:
+        if sum(common.numel for _, common in found) != box.numel:
             raise CheckpointDamaged(self.directory, f"does not hold all of {name}")
 
     def _stored(self, name: str, place: _Place) -> TensorFile:
@@ -147,3 +149,20 @@ class TensorIndex:
         if file not in self._files:
             self._files[file] = TensorFile(inside(self.directory, file))
         return self._files[file]
+
+
+def _overlap(parts: Sequence[Box], box: Box) -> bool:
+    """Whether any two of these parts of `box` have an element in common. Many parts are not compared by pairs, which
+    would let an index of a few megabytes keep its reader busy for hours.
+    """
+    if len(parts) <= _FEW:
+        return any(one.intersect(other) for number, one in enumerate(parts) for other in parts[:number])
+    if sum(part.numel for part in parts) > box.numel:
+        return True
+    taken = torch.zeros(box.size, dtype=torch.bool)
+    for part in parts:
+        taken_here = part.view(taken, box.start)
+        if taken_here.any():
+            return True
+        taken_here.fill_(True)
+    return False

@@ -4,7 +4,9 @@ go unnoticed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -75,3 +77,13 @@ def _made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Of numbers that are indices, perhaps, zeros."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+
+
+def is_making_absent() -> bool:
+    """Whether the running operator makes what stands here for what is not held; asked from below it, in a mode."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code in (absent_like.__code__, _made_like.__code__):
+            return True
+        frame = frame.f_back
+    return False

@@ -175,7 +175,7 @@ class Trainer:
 
         Options of the optimizer and the schedule stay those that the trainer was given.
         """
-        if path is None and not any(self.checkpoints.glob("*")):
+        if path is None and self._is_new():
             return False
         options = Options(self.optimizer, self.lr_scheduler)
         extra = self._load(path or self.checkpoints, dataloader=self.data)
@@ -188,6 +188,10 @@ class Trainer:
         self._resumed = self.progress.step, options
         self._has_own = self._has_own or path is None
         return True
+
+    def _is_new(self) -> bool:
+        """Whether the run has no checkpoint and never had one: what a first save leaves that was cut off is none."""
+        return not (any(self.checkpoints.glob("[!.]*")) or candidates(self.checkpoints)[0])
 
     def train(self, facts: Mapping[str, Any] | None = None) -> Progressed:
         """All steps that are left. `facts` are told to listeners at the start, beside what is known here."""

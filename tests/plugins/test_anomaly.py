@@ -157,6 +157,33 @@ def test_what_made_it_is_named_at_every_layout(layout: str) -> None:
         _check(told, layout)
 
 
+def _told_of_the_first_stage(rank: int, world: int) -> str:
+    """What is said where rank 0, the first stage, divides by zero in the last sample, which microbatch 1 reads."""
+    booster = Booster(plugin=LAYOUTS["pp2"](), on_nan="stop", detect_anomaly="name")
+    torch.manual_seed(0)
+    model: Any = zoo.build(NAME, num_hidden_layers=2)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: output / (args[0] != 7)[..., None].to(output)
+    )
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    assert optimizer is not None
+    batch = zoo.inputs(NAME, 8, seed=0)
+    batch["input_ids"][batch["input_ids"] == 7] = 8
+    batch["input_ids"][7, 0] = 7
+    booster.execute_pipeline(iter([batch]), model, None, optimizer)
+    with pytest.raises(NonFiniteLoss) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_what_stands_for_layers_of_other_stages_is_not_named() -> None:
+    for told in run_ranks(_told_of_the_first_stage, 2, debug="OFF", timeout=200):
+        assert re.search(
+            r"rank 0 \([dp 0-9,tsr]*\) made .* in aten\.div .*of microbatch 1, in row 3 of it on stage 0, at test_",
+            told,
+        ), told
+
+
 class _Net(nn.Module):
     """Attends with a mask of -inf, and draws random numbers; `fails(x)` makes something of the hidden states."""
 
@@ -189,6 +216,8 @@ def _stepped(net: nn.Module, batches: list[torch.Tensor], **options: Any) -> tup
         (lambda x: x.sub(9).log(), r"made nan in 32 of 32 elements in aten.log in the forward of the batch"),
         (lambda x: (x + 1000).exp() - (x + 1000).exp(), r"made inf in 32 of 32 elements in aten.exp"),
         (lambda x: (x * 0 - torch.inf).softmax(-1), r"made nan in 32 of 32 elements in aten._softmax .*-inf"),
+        (lambda x: x + torch.tensor(torch.inf), r"made inf in 32 of 32 elements in aten.add .*from aten.lift_fresh at"),
+        (lambda x: x.index_put((torch.tensor(1),), torch.tensor(torch.nan)), r"rank 0 made nan .*from aten.lift_fresh"),
         (lambda x: (x * 0).sqrt(), r"made .* in aten.div in the backward.*at test_anomaly.py:\d+ <lambda>: .*sqrt"),
     ],
 )

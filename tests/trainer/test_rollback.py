@@ -15,6 +15,7 @@ from torch import nn
 import shardwright
 from shardwright import Booster
 from shardwright.files import disk
+from shardwright.files.errors import CheckpointNotFound
 from shardwright.interface import NonFiniteLoss
 from shardwright.logging import DistributedLogger
 from shardwright.plugins import HybridParallelPlugin
@@ -57,7 +58,7 @@ def trained(
     factors: dict[int, float],
     make: Any = Squares,
     lr: float = 1e-3,
-    resume: bool = False,
+    resume: bool | None = False,  # None: there is nothing to go on from
     **options: Any,
 ) -> tuple[Any, Any]:
     torch.manual_seed(0)
@@ -72,7 +73,7 @@ def trained(
     options = {"total_steps": STEPS, "save": Every(steps=5), **options}
     trainer = make(booster, model, optimizer, loader, directory=directory, **options)
     trainer.factors = factors
-    assert trainer.resume() if resume else True
+    assert resume is False or trainer.resume() is bool(resume)
     trainer.train()
     return trainer, plain
 
@@ -154,6 +155,20 @@ def test_a_full_disk_costs_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monk
             trained(tmp_path / "raise", {}, on_save_error="raise")
     finally:
         disk.set_probe(None)
+
+
+def test_a_run_whose_first_save_was_cut_off_begins_anew(tmp_path: Path) -> None:
+    trained(tmp_path / "run", {}, total_steps=5)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-5").rename(checkpoints / ".step-5.new")
+    (checkpoints / ".step-5.new" / "COMMITTED").unlink()
+    trainer, plain = trained(tmp_path / "run", {}, resume=None)
+    expect(trainer, plain, set())
+    assert {path.name for path in checkpoints.glob("*step*")} >= {"step-5", "step-20"}
+    for path in checkpoints.glob("step-*"):  # what has a name was whole once: that is not begun anew over
+        (path / "COMMITTED").unlink()
+    with pytest.raises(CheckpointNotFound, match="COMMITTED is missing"):
+        trained(tmp_path / "run", {}, resume=True)
 
 
 def test_what_is_told_of_a_disk_that_fails(

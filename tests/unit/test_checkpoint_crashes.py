@@ -127,6 +127,15 @@ def test_the_only_checkpoint_damaged(run: Path) -> None:
         Toy().load(run / "step-7")
 
 
+def test_a_link_that_the_caller_names_is_followed(run: Path) -> None:
+    trained(2).save(run / "step-2")
+    for link, target, step in (("latest", run / "step-1", 1), ("runs", run, 2)):
+        (run.parent / link).symlink_to(target)
+        assert check_resumed(run.parent / link, (step,))["step"] == step
+    (run / "step-9").symlink_to("step-1")  # below what was named nothing is followed
+    assert Path(check_resumed(run, (2,))["path"]).name == "step-2"
+
+
 def test_the_newest_wins_whatever_the_names(run: Path) -> None:
     trained(3).save(run / "aaa")
     trained(2).save(run / "zzz")  # went back and trained on: what was written last is what counts

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwright import Booster
+from shardwright.checkpoint.index import Chunk, TensorIndex, describe
 from shardwright.checkpoint.manifest import MANIFEST, MARKER, Manifest, commit
+from shardwright.files.boxes import Box, whole
 from shardwright.files.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -216,6 +219,24 @@ def test_tables_that_lie(tmp_path: Path, name: str, opened: list[str]) -> None:
         before.load(tmp_path / "run")
     assert all(Path(path).is_relative_to(tmp_path / "run") for path in opened if path.startswith(str(tmp_path))), opened
     assert len(values) == len(before.values()), "no optimizer state was taken"
+
+
+def test_an_index_of_many_chunks_is_read_at_once(tmp_path: Path) -> None:
+    """Each is compared with few others: with all of them a file of some megabytes would take hours."""
+    weights = torch.arange(20_000.0).view(2, -1)
+    boxes = [Box((row, column), (1, 1)) for row in range(2) for column in range(10_000)]
+    chunks = [Chunk("weights/x", (2, 10_000), box, box.view(weights, (0, 0))) for box in boxes]
+    name = "rank-00000.safetensors"
+    write_tensors(tmp_path / name, [pending(str(number), chunk.data) for number, chunk in enumerate(chunks)])
+    table = describe({name: chunks})
+    began = time.thread_time()
+    assert torch.equal(TensorIndex(tmp_path, [table]).read_whole("weights/x"), weights)
+    assert time.thread_time() - began < 20
+    overlapping = table["weights/x"]["chunks"]
+    overlapping[-1] = {**overlapping[0], "size": [2, 1]}
+    overlapping.pop(1)
+    with pytest.raises(UnsafeCheckpoint, match="chunks of weights/x overlap"):
+        TensorIndex(tmp_path, [table]).read("weights/x", whole((2, 10_000)), torch.empty(2, 10_000))
 
 
 def test_a_manifest_that_points_elsewhere(tmp_path: Path) -> None:

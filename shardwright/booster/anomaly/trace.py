@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...cluster.heart import heart
+from ...pipeline.stubs import is_making_absent
 from ...utils.pytree import TorchDispatchMode, tree_leaves
 from ...utils.tensors import local_tensor
 from .notes import Call
@@ -149,6 +150,12 @@ class Trace(TorchDispatchMode):
             if strong.kind == BATCH and (self.first is None or self.first.is_unread):
                 self.first = strong
             return
+        if name == "full" and is_making_absent():  # nothing that counts comes of it
+            self._bad[key] = self._origin(ELSEWHERE, called, output, [], "", False)
+            return
+        if name == "lift_fresh":  # torch.tensor(...), a number put into a tensor: written down by the script
+            self._bad[key] = self._origin(OPERATION, called, output, [], "", True)
+            return
         unknown = [each for each, origin in of if origin is None and not _is_mild(each)]
         mild = _is_mild(output)
         if unknown or not (given or name in _WRITES_DOWN):  # bytes that came over a wire are no numbers yet
@@ -162,10 +169,7 @@ class Trace(TorchDispatchMode):
             isinstance(each, float) and not math.isfinite(each) for each in tree_leaves(args)
         )
         told = f"{parent.made} from {parent.name} at {parent.line}" if parent is not None and parent.line else ""
-        if on_purpose or name == "lift_fresh":
-            self._bad[key] = self._origin(OPERATION, called, output, given, told, True)
-        else:
-            self._bad[key] = self._origin(OPERATION, called, output, given, told, mild)
+        self._bad[key] = self._origin(OPERATION, called, output, given, told, on_purpose or mild)
 
     def _origin(
         self, kind: str, called: str, bad: torch.Tensor, given: list[torch.Tensor], mild_from: str, mild: bool
