@@ -106,15 +106,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         with LazyInitContext():
             model = kind.from_pretrained(name)
-    batch = {"blip2": blip2_batch, "sam": sam_batch}[args.family](config, args.batch_size)
+    made: Any = {"blip2": blip2_batch, "sam": sam_batch}[args.family]
     criterion = mask_loss if args.family == "sam" else None  # None: the loss is the model's own
 
-    plugin = hybrid_plugin(args, example_inputs=batch)
+    plugin = hybrid_plugin(args, example_inputs=made(config, args.batch_size))
     optimizer: Any = HybridAdam(model.parameters(), lr=args.lr)
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, optimizer)
     coordinator.print_on_master(plugin.layout)
 
+    torch.manual_seed(42 + plugin.data_parallel[1])  # images and words of their own for each data-parallel rank
+    batch = made(config, args.batch_size)
     for step in range(1, args.steps + 1):
         result = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
         optimizer.step()

@@ -32,6 +32,53 @@ _TABLE = {
     ),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantised weights are not trained: leave it out, and say lora"),
     "torch_compile": "say layout: {enable_jit_fused: true}",
+    # Of axolotl, LLaMA-Factory and TRL.
+    **dict.fromkeys(("adapter", "finetuning_type", "peft_type"), "say lora: {r: ...} for adapters, or leave it out"),
+    **dict.fromkeys(("lora_rank", "lora_target", "lora_target_linear", "peft_config"), _LORA),
+    **dict.fromkeys(("base_model", "model_name", "model_path", "pretrained_model_name_or_path"), "say model"),
+    **dict.fromkeys(("micro_batch_size", "per_device_batch_size"), "say per_device_train_batch_size"),
+    **dict.fromkeys(("sequence_len", "seq_length", "block_size", "model_max_length"), "say data: {max_length: N}"),
+    **dict.fromkeys(
+        ("sample_packing", "neat_packing", "padding_free", "packing_strategy", "eval_packing", "pad_to_sequence_len"),
+        "say data: {packing: true}, which fills sequences of max_length with samples that do not see each other",
+    ),
+    **dict.fromkeys(
+        ("datasets", "pretraining_dataset", "dataset_dir", "dataset_mixture"),
+        "say data: {path: FILE}, data: {dataset: NAME}, or data: {mix: [{path: FILE, weight: N}, ...]}",
+    ),
+    **dict.fromkeys(
+        ("val_set_size", "val_size", "test_datasets", "eval_dataset", "validation_file"),
+        "say eval_data: {path: FILE} and eval_strategy: steps or epoch; nothing is split off data",
+    ),
+    **dict.fromkeys(("optimizer", "optimizer_type"), "say optim"),
+    "lr_scheduler": "say lr_scheduler_type",
+    **dict.fromkeys(
+        ("template", "chat_template_path", "chat_template_kwargs"),
+        "conversations are written by the tokenizer's chat template, or by chat_template: FILE.jinja",
+    ),
+    "stage": "shardwright train pretrains and fine-tunes: leave it out; examples/dpo.py learns preferences",
+    **dict.fromkeys(
+        ("quantization_bit", "quantization_config", "bnb_4bit_quant_type", "gptq"),
+        "quantised weights are not trained: leave it out, and say lora",
+    ),
+    **dict.fromkeys(
+        ("attn_implementation", "flash_attention", "flash_attn", "use_flash_attention_2"),
+        "attention is torch's fused one; layout: {enable_flash_attention: true} asks for FlashAttention",
+    ),
+    "trust_remote_code": "code of the hub is not run; write a script with Booster and a model of your own for it",
+    "model_init_kwargs": "say model: {config: {model_type: ...}} for a new model; one of the hub is taken as it is",
+    **dict.fromkeys(
+        ("wandb_project", "trackio_project", "mlflow_experiment_name"),
+        "say it in the environment, as WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, and report_to",
+    ),
+    "plot_loss": "`shardwright report output_dir` draws the run: leave it out",
+    **dict.fromkeys(
+        ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes"),
+        "samples are tokenised as they are needed; dataloader_num_workers says by how many processes",
+    ),
+    **dict.fromkeys(
+        ("eos_token", "pad_token", "special_tokens"), "the tokenizer has them: change it, save it, and say tokenizer"
+    ),
     "tf32": "call torch.set_float32_matmul_precision in a script of your own, or train with bf16: true",
     "push_to_hub": "push output_dir/model with huggingface_hub when it is trained",
     "dataset_name": "say data: {dataset: NAME, split: train, text: COLUMN}",

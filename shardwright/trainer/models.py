@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 from transformers.activations import ACT2FN
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..booster import Booster
 from ..files.errors import CheckpointError
@@ -43,6 +44,11 @@ def load_config(recipe: Recipe) -> Any:
         _check_sizes(given)
         if kind is None:
             raise RecipeError("model.config has no model_type; give one, such as model_type: llama")
+        if kind not in CONFIG_MAPPING:
+            raise RecipeError(
+                f"model.config.model_type={kind!r} is none of transformers {transformers.__version__}"
+                f"{nearest(kind, CONFIG_MAPPING)}"
+            )
         try:
             config = AutoConfig.for_model(kind, **given)
         except Exception as error:  # transformers validates in many ways

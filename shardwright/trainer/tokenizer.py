@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -48,6 +49,12 @@ def load_tokenizer(name: str | None, model: str | dict[str, Any], chat_template:
         if readable and not path.is_file():
             raise RecipeError(f"chat_template={chat_template!r}: there is no such file{nearest_file(path)}")
         tokenizer.chat_template = path.read_text() if readable else chat_template
+        try:  # also where no sample is a conversation: it is saved beside the model
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise RecipeError(f"chat_template is no Jinja template: {error.message} (line {error.lineno})") from None
+        except Exception:  # one that wants other roles: the samples tell
+            pass
     return tokenizer
 
 

@@ -59,6 +59,7 @@ EVERY = [
     Example("lora.py", ("--output one", "--tp 2 --output two", "--tp 2 --pp 2 --output four")),
     Example("mixture_of_experts.py", ("", "--ep 2", "--model qwen3_moe --ep 2 --pp 2"), ()),
     Example("one_step.py", ("", "--tp 2", "--tp 2 --pp 2"), learns=False),
+    Example("one_step.py", ("--microbatches 2", "", "--pp 2"), (), learns=False),  # data parallel, its own loss
     Example("one_step.py", ("--family sam", "--family sam --tp 2", "--family sam --pp 2"), (2,), learns=False),
     Example("opt_finetune.py", ("", "--plugin torch_fsdp", "--plugin hybrid_parallel --tp 2"), ()),
     Example("restarts.py", ("--directory again1", "--directory again2 --tp 2", "--directory again4 --pp 2")),

@@ -143,6 +143,20 @@ def test_every_argument_of_the_hugging_face_trainer_is_taken_or_answered() -> No
     assert [name for name, answer in answered.items() if answer is None] == []
 
 
+def test_keys_of_other_tools_are_answered() -> None:
+    """Of axolotl, LLaMA-Factory and TRL: none with the key that is spelled most like it (adapter: 'data'?)."""
+    keys = (
+        "adapter attn_implementation base_model dataset_num_proc datasets finetuning_type flash_attention lora_rank "
+        "lora_target micro_batch_size model_init_kwargs pad_token padding_free plot_loss quantization_bit "
+        "sample_packing sequence_len stage template trust_remote_code val_set_size val_size wandb_project"
+    )
+    for key in keys.split():
+        with pytest.raises(RecipeError) as caught:
+            build_recipe({**PLAIN, key: "x"})
+        assert str(caught.value).startswith(f"{key} is no key of a recipe; ")
+        assert "its keys are" not in str(caught.value)
+
+
 def test_what_is_said_in_its_place_is_taken() -> None:
     with pytest.raises(RecipeError) as caught:
         build_recipe({**PLAIN, "fsdp": "shard_grad_op offload", "fsdp_config": {"activation_checkpointing": True}})

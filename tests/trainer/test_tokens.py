@@ -20,10 +20,13 @@ from tokenizers import (
 )
 from transformers import BertConfig, PreTrainedTokenizerFast
 
+from shardwright.trainer.errors import RecipeError
 from shardwright.trainer.heads import Labels, TaggedWords
+from shardwright.trainer.models import load_config
+from shardwright.trainer.recipe import Recipe
 from shardwright.trainer.samples import IGNORED, Encoder
 from shardwright.trainer.spans import places, tokens_within
-from shardwright.trainer.tokenizer import CHAT_TEMPLATE
+from shardwright.trainer.tokenizer import CHAT_TEMPLATE, load_tokenizer
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog. the dog sleeps, and the fox runs on!",
@@ -279,3 +282,18 @@ def test_the_end_of_a_long_text_costs_such_a_tokenizer_one_look(template: str) -
             assert sample.ids == whole.ids[:length]
             assert sample.labels == whole.labels[:length]
     assert [cost[200, length] for length in (1, 33, 100, 300)] == [cost[20, length] for length in (1, 33, 100, 300)]
+
+
+def test_a_broken_chat_template_is_refused_whatever_the_samples_are() -> None:
+    """It is saved beside the model, where text of it would fail later."""
+    with pytest.raises(RecipeError, match=r"chat_template is no Jinja template: .*line 1"):
+        load_tokenizer("bytes", {}, "{% for m in %}")
+    assert load_tokenizer("bytes", {}, "{{ raise_exception('a system message is needed') }}").chat_template
+
+
+def test_an_unknown_model_type_is_answered_with_the_nearest() -> None:
+    """transformers lists all of the hundreds that it has."""
+    with pytest.raises(RecipeError) as caught:
+        load_config(Recipe(model={"config": {"model_type": "lama"}}))
+    assert len(str(caught.value)) < 150
+    assert "did you mean 'llama'?" in str(caught.value)

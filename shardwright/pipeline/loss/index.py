@@ -91,7 +91,9 @@ def _indexed(call: Call, fact: Fact, items: list[Any]) -> Fact:
     if place is None and not any(at <= fact.dim < at + _width(index) for at, _, index, _ in advanced):
         place = target + fact.dim - source
     if not advanced:
-        return found.without_origin()._replace(dim=place)
+        # arange(samples)[:, None]: still the number of each sample, as masks of transformers index with
+        kept = fact.samples and all(item is None or item is Ellipsis or item == slice(None) for item in items)
+        return found.without_origin()._replace(dim=place, samples=kept)
     return _advanced(call, found, place, advanced)
 
 

@@ -249,6 +249,14 @@ def last_token(outputs, inputs):
 
 
 @right
+def grid_of_samples_and_places(outputs, inputs):
+    """As transformers' masks index: samples [n, 1] beside places [1, 3]."""
+    rows = torch.arange(outputs["logits"].shape[0], device=outputs["logits"].device)[:, None]
+    places = torch.arange(3, device=rows.device)[None, :]
+    return F.cross_entropy(outputs["logits"][rows, places][:, -1], inputs["kinds"])
+
+
+@right
 def pairs_in_a_sample(outputs, inputs):
     """A reward model's loss where a sample is a pair."""
     chosen, rejected = outputs["classes"][:, 0], outputs["classes"][:, 1]
