@@ -46,6 +46,7 @@ _OTHERS = ("undefined", "mpi", "ucc", "xccl")  # torch's own that nothing here w
 _end_watch: Callable[[], None] | None = None  # of the job that this process belongs to
 _member = 0  # the process that joined; its forked children inherit all else
 _joined = itertools.count()  # jobs of several ranks that this process has joined
+_hook: Any = None  # of exceptions, before torch has wrapped it
 
 
 @explained({})
@@ -238,6 +239,7 @@ def resolve_backend(backend: str | None) -> str:
 
 
 def _join(rank: int, world_size: int, host: str | None, port: int | None, backend: str, timeout: timedelta) -> None:
+    _forget_torch_hook()
     if backend == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -274,6 +276,16 @@ def _join(rank: int, world_size: int, host: str | None, port: int | None, backen
             f"rank {rank} of {world_size} could not join at {host}:{port}: check that rank 0 runs there, that no other "
             "program listens at that port, and that it is reachable from every node"
         ) from error
+
+
+def _forget_torch_hook() -> None:
+    """Every group that torch makes wraps the hook of exceptions once more, for a prefix: the second job of a process
+    would print `[rank0]: [rank0]: Traceback`.
+    """
+    global _hook
+    if _hook is not None and getattr(sys.excepthook, "__module__", "") == dist.distributed_c10d.__name__:
+        sys.excepthook = _hook
+    _hook = sys.excepthook
 
 
 def _fail_together(timeout: timedelta) -> None:

@@ -274,3 +274,19 @@ def test_a_job_does_not_begin_with_the_idle_time_of_the_one_before(monkeypatch: 
     assert heart.idle() > 50
     shardwright.launch(0, 1, None, None, backend="gloo")
     assert heart.idle() == 0
+
+
+def test_tracebacks_have_one_prefix_behind_several_jobs(tmp_path: Path) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from shardwright import launch\n"
+        "for _ in range(3):\n"
+        "    launch(0, 1, None, None, backend='gloo')\n"
+        "    dist.destroy_process_group()\n"
+        "raise ValueError('at last')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode
+    assert "[rank0]: ValueError: at last" in done.stderr
+    assert "[rank0]: [rank0]" not in done.stderr
