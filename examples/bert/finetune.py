@@ -13,6 +13,7 @@ and the sentence pairs are made up, so that nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -155,7 +156,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target-accuracy", type=float, help="fail below it")
     parser.add_argument("--target_f1", "--target-f1", type=float, help="fail below it")
     if parser.parse_known_args(argv)[0].tiny:
-        parser.set_defaults(lr=2e-3, batch_size=8)
+        # of all ranks together 8, so that three epochs of so few pairs are steps enough on any number of them
+        parser.set_defaults(lr=2e-3, batch_size=max(8 // int(os.environ.get("WORLD_SIZE", "1")), 1))
     return parser.parse_args(argv)
 
 
