@@ -258,6 +258,19 @@ def index_select(call: Call) -> Fact:
     return along(call)
 
 
+def gather(call: Call) -> Fact:
+    """x.gather(0, mask.nonzero().expand(-1, width)): rows that a mask selects, column by column. Else along a dim."""
+    fact, known = call.facts[0], call.facts[1] if len(call.facts) > 1 else CONST
+    dim = call.argument(1, "dim")
+    if fact.kind is not Kind.ROWS or known.mask is None or dim != fact.dim or known.dim != fact.dim:
+        return along(call)
+    mask, place = known.mask
+    same = (mask.axis or Axis()) == (fact.axis or Axis()) and mask.order == fact.order
+    if place or dim or mask.dim != 0 or not same:
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    return known.without_origin()
+
+
 def created(call: Call) -> Fact | None:
     """zeros(samples, ...), arange(samples), tensor(number): tensors made of numbers that were read from others.
     None: of none such.
@@ -299,4 +312,5 @@ INDEX_RULES: dict[str, Rule] = {
     **named(nonzero, "nonzero argwhere"),
     **named(where, "where"),
     **named(index_select, "index_select"),
+    **named(gather, "gather"),
 }

@@ -474,5 +474,5 @@ RULES: dict[str, Rule] = {
         "argsort topk flip",
     ),
     **named(within, "normalize kthvalue quantile diff cummax cummin roll"),
-    **named(along, "gather scatter scatter_add scatter_reduce take_along_dim index_select index_fill index_add"),
+    **named(along, "scatter scatter_add scatter_reduce take_along_dim index_select index_fill index_add"),
 }

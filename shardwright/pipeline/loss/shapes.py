@@ -164,7 +164,8 @@ def expand(call: Call) -> Fact:
     dim = fact.dim + call.result.dim() - call.first.dim()
     if call.result.shape[dim] != call.first.shape[fact.dim]:
         return unknown(f"{call.name} makes copies of the samples of the batch")
-    return fact.without_origin()._replace(dim=dim)
+    is_column = call.first.dim() == call.result.dim() and call.first.numel() == call.first.shape[fact.dim]
+    return fact.without_origin()._replace(dim=dim, mask=fact.mask if is_column else None)
 
 
 def repeat_interleave(call: Call) -> Fact:

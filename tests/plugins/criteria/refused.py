@@ -227,3 +227,10 @@ def as_many_tokens_as_samples(outputs, inputs):
     """The first ones, which are those of the first samples only."""
     found = outputs["logits"].flatten(0, 1)
     return found[torch.arange(len(inputs["kinds"])), inputs["kinds"]].mean()
+
+
+@refused
+def gathered_by_the_places_of_others(outputs, inputs):
+    """Places among all tokens, of which the first ones are samples, too."""
+    where = (inputs["attention_mask"].flatten()[: len(inputs["kinds"])] > 0).nonzero()
+    return torch.gather(outputs["score"], 0, where.view(-1)).mean()
