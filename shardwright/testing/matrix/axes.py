@@ -92,6 +92,8 @@ def not_applicable(axis: Axis, built: Built) -> str:
     model: Any = built.model
     if axis.kind == "generate" and not (hasattr(model, "can_generate") and model.can_generate()):
         return "the class does not generate"
+    if axis.kind in ("lazy", "round_trip") and not hasattr(model, "save_pretrained"):
+        return "the class has no files of transformers"
     if axis.kind == "lora" and importlib.util.find_spec("peft") is None:
         return "peft is not installed"
     if axis.group == "sequences":

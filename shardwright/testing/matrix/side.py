@@ -10,6 +10,7 @@ from torch import nn
 from ...booster import Booster
 from ...models.dry_run import call_model
 from ...plugins import HybridParallelPlugin
+from ...shardformer.policies.auto import has_policy
 from ..train import adamw
 from .axes import Axis
 from .subject import Batch, Built
@@ -41,6 +42,9 @@ class Side:
                 said.append("a batch as example_inputs")
         if built.given:
             settings["example_inputs"] = built.batch
+            if not has_policy(model):
+                settings["custom_policy"] = "auto"
+                said.append("an inferred policy")
         self.note = "with " + " and ".join(said) if said else ""
         self.built = built
         self.plugin = HybridParallelPlugin(**settings)
