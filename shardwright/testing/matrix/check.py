@@ -7,6 +7,7 @@ import difflib
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from .axes import AXES, pick_axes
 from .run import SECONDS, run_cells
 from .subject import Subject
 
+_TRACE = 8  # lines of a failure
 _BAD = ("wrong", "failed", "not built")
 # Class names by what stands behind the family's name, the usual ones first.
 _HEADS = (
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cell in run_cells(subject, axes, options.timeout):
         bad += cell["outcome"] in _BAD
         print(line_of(cell), flush=True)
+        if cell["outcome"] == "failed" and cell.get("trace"):
+            print(textwrap.indent("\n".join(cell["trace"].strip().splitlines()[-_TRACE:]), "    "), flush=True)
     return 1 if bad else 0
 
 
