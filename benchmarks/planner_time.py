@@ -3,7 +3,7 @@
     shardwright calibrate --device cpu -o calibration.json
     python benchmarks/planner_time.py calibration.json [--rounds 5] [--out figures.json]
 
-A Llama is trained on one global batch in a dozen layouts of one, two and four ranks; those of as many ranks take turns
+A Llama is trained on one global batch in twenty layouts of one, two and four ranks; those of as many ranks take turns
 step by step. Printed are the medians of the wall time of a step (the slowest rank's) and of its processor time (summed
 over ranks), beside what is predicted of both, and how alike the orders are (Kendall's tau: 1 is the same, 0 none). On a
 busy machine look at the processor times, since ranks that share cores with others take longer.
@@ -32,6 +32,7 @@ from shardwright.planner.profile import Profile, Source, profile
 from shardwright.planner.replay import Job
 from shardwright.planner.step_times import step_times
 from shardwright.plugins import HybridParallelPlugin
+from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.testing import run_ranks
 
 SAMPLES, LENGTH = 8, 64  # of a step, on all ranks
@@ -44,6 +45,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=4,
 )
 PIPE = {"pp_size": 2}
+AGAIN = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank, 8 microbatches": (1, {"num_microbatches": 8}),
     "1 rank, 1 microbatch": (1, {"num_microbatches": 1}),
@@ -54,6 +56,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2, 1F1B, 2 microbatches": (2, {**PIPE, "num_microbatches": 2}),
     "pp 2, 1F1B, 8 microbatches": (2, {**PIPE, "num_microbatches": 8}),
     "pp 2, zb, 4 microbatches": (2, {**PIPE, "pp_style": "zb", "num_microbatches": 4}),
+    "1 rank, 4 microbatches, recomputed": (1, {"num_microbatches": 4, "gradient_checkpoint_config": AGAIN}),
+    "dp 2, ZeRO-2, 4 microbatches": (2, {"zero_stage": 2, "num_microbatches": 4}),
+    "pp 2, interleaved, 4 microbatches": (
+        2,
+        {**PIPE, "pp_style": "interleaved", "num_model_chunks": 2, "num_microbatches": 4},
+    ),
+    "pp 2, zbv, 4 microbatches": (2, {**PIPE, "pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4}),
+    "dp 4, ZeRO-1": (4, {"zero_stage": 1, "num_microbatches": 1}),
+    "dp 4, ZeRO-3": (4, {"zero_stage": 3, "num_microbatches": 1}),
+    "tp 4": (4, {"tp_size": 4, "num_microbatches": 1}),
+    "dp 2 x tp 2, ZeRO-1": (4, {"tp_size": 2, "zero_stage": 1, "num_microbatches": 1}),
     "dp 2 x pp 2, ZeRO-1": (4, {**PIPE, "zero_stage": 1, "num_microbatches": 4}),
     "tp 2 x pp 2": (4, {**PIPE, "tp_size": 2, "num_microbatches": 4}),
     "pp 4, 1F1B, 8 microbatches": (4, {"pp_size": 4, "num_microbatches": 8}),
@@ -101,7 +114,7 @@ def measure(rank: int, world: int, layouts: dict[str, dict[str, Any]], rounds: i
 
 @cache
 def profiled(tensor_ranks: int) -> Profile:
-    return profile(Source(lazy, optimizer, batch(1), "fp32"), tensor_ranks)
+    return profile(Source(lazy, optimizer, batch(1), "fp32"), tensor_ranks, along=False)
 
 
 def predict(world: int, options: dict[str, Any], calibration: str) -> tuple[float, float]:

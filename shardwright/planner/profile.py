@@ -87,8 +87,10 @@ class Profile:
     along: bool
 
 
-def profile(source: Source, tensor_ranks: int = 1) -> Profile:
-    """This process must be in no process group."""
+def profile(source: Source, tensor_ranks: int = 1, along: bool = True) -> Profile:
+    """This process must be in no process group. `along`: tensor-parallel ranks split sequences where the model lets
+    them.
+    """
     model = source.model()
     units = find_units(model)
     kinds = kinds_of(model, units)
@@ -98,7 +100,7 @@ def profile(source: Source, tensor_ranks: int = 1) -> Profile:
         raise NotShorterError("the model has no equal layers to tell what one takes")
     options: dict[str, Any] = {"tp_size": tensor_ranks, "precision": source.precision, "microbatch_size": 1}
     options["ddp_bucket_cap_mb"] = _ONE_BUCKET
-    along = tensor_ranks > 1
+    along = along and tensor_ranks > 1
     first = None
     if along:
         split = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}

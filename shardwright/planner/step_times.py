@@ -148,9 +148,11 @@ def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine, foun
     """Of the layout as it is cut; ValueError or NotShorterError for models of which too little is known."""
     layout, plan = shape.layout(), shape.plan
     precision = shape.plugin.settings.precision.precision
+    along = shape.plugin.settings.sequence_mode in ("split_gather", "ring")
     if found is None:
         with planning_for(machine.device):
-            found = profile(Source(job.model, job.optimizer, first_rows(dict(job.batch), 1), precision), layout.tp)
+            source = Source(job.model, job.optimizer, first_rows(dict(job.batch), 1), precision)
+            found = profile(source, layout.tp, along)
     own = rates(found, None, machine, layout.tp, layout.samples / layout.sp)
     model = job.model()
     half = precision != "fp32"
