@@ -231,11 +231,10 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         )
     total = recipe.max_steps if recipe.max_steps > 0 else math.ceil(recipe.num_train_epochs * len(data))
     optimizer = make_optimizer(recipe, model)
-    warmup = recipe.warmup_steps
     schedule = transformers.get_scheduler(
         recipe.lr_scheduler_type,
         optimizer,
-        num_warmup_steps=math.ceil(warmup * total) if warmup < 1 else int(warmup),
+        num_warmup_steps=_steps(recipe.warmup_steps, total),
         num_training_steps=total,
     )
     name = type(model).__name__
@@ -250,13 +249,13 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         total_steps=total,
         directory=directory,
         evaluation=evaluation,
-        evaluate=_every(recipe.eval_strategy, recipe.eval_steps or recipe.logging_steps),
-        save=_every(recipe.save_strategy, recipe.save_steps),
+        evaluate=_every(recipe.eval_strategy, _steps(recipe.eval_steps or recipe.logging_steps, total)),
+        save=_every(recipe.save_strategy, _steps(recipe.save_steps, total)),
         keep=recipe.save_total_limit,
         keep_best=recipe.keeps_best,
         patience=recipe.early_stopping_patience,
         must_match=parts.identity(dataset),
-        listeners=_listeners(recipe, directory) if dist.get_rank() == 0 else (),
+        listeners=_listeners(recipe, directory, total) if dist.get_rank() == 0 else (),
         timeline_steps=recipe.timeline_steps,
         profile_steps=recipe.profile_steps,
         rollbacks=recipe.rollbacks,
@@ -277,10 +276,15 @@ def _trainer_of(recipe: Recipe) -> type[Trainer]:
     return Classifier if TASKS[recipe.task].labelled else HeadTrainer
 
 
-def _listeners(recipe: Recipe, directory: Path) -> list[Listener]:
+def _steps(given: float, total: int) -> int:
+    """Steps as given, or that many of all."""
+    return math.ceil(given * total) if given < 1 else int(given)
+
+
+def _listeners(recipe: Recipe, directory: Path, total: int) -> list[Listener]:
     run = recipe.run_name or recipe.output_dir
     found: list[Listener] = [JsonLines(directory / "metrics.jsonl"), RunFacts(directory / "run.json")]
-    found.append(Log(recipe.logging_steps))
+    found.append(Log(_steps(recipe.logging_steps, total)))
     config = to_plain(recipe)
     return found + [trackers.Tracker(name, run, directory, config) for name in trackers.wanted(recipe.report_to)]
 

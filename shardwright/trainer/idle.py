@@ -69,12 +69,16 @@ def check_idle(recipe: Recipe) -> None:
         for key in rule.keys:
             value = getattr(recipe, key)
             if value != defaults[key] and rule.when(recipe):
-                shown = key if dataclasses.is_dataclass(value) else f"{key}={value}"
+                plain = int(value) if isinstance(value, float) and not value % 1 else value
+                shown = key if dataclasses.is_dataclass(value) else f"{key}={plain}"
                 raise RecipeError(f"{shown}, and {rule.why.format(recipe=recipe)}, or leave {key} out")
-    if recipe.warmup_steps > 1 and recipe.warmup_steps % 1:
-        raise RecipeError(
-            f"warmup_steps={recipe.warmup_steps} is no whole number of steps; give one, or a share of all steps below 1"
-        )
+    for key in ("warmup_steps", "logging_steps", "eval_steps", "save_steps"):
+        steps = getattr(recipe, key) or 0
+        if steps > 1 and steps % 1:
+            raise RecipeError(f"{key}={steps} is no whole number of steps; give one, or a share of all steps below 1")
+    for key in ("logging_steps", "eval_steps", "save_steps"):
+        if getattr(recipe, key) == 0:
+            raise RecipeError(f"{key}=0 is too small: give a number of steps, or a share of all steps between 0 and 1")
 
 
 def check_source(name: str, source: Source) -> None:

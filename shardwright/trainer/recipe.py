@@ -171,7 +171,10 @@ class Recipe:
     ] = 0
 
     dataloader_num_workers: Annotated[int, Key("processes that prepare samples for one rank", least=0)] = 0
-    logging_steps: Annotated[int, Key("steps between lines of the log; metrics.jsonl has every step", least=1)] = 1
+    logging_steps: Annotated[
+        float,
+        Key("steps between lines of the log; below 1: the share of all steps; metrics.jsonl has every step", least=0),
+    ] = 1
     timeline_steps: Annotated[
         int, Key("steps of a pipeline whose timeline is recorded, for shardwright report", least=0)
     ] = 0
@@ -181,7 +184,10 @@ class Recipe:
     report_to: Annotated[str | list[str], Key("trackers: tensorboard, wandb, trackio, mlflow")] = "none"
     run_name: Annotated[str | None, Key("what trackers and reports call the run; left out: output_dir")] = None
     eval_strategy: Annotated[str, Key("when the model is tried on eval_data", choices=("no", "steps", "epoch"))] = "no"
-    eval_steps: Annotated[int | None, Key("steps between evaluations; left out: logging_steps", least=1)] = None
+    eval_steps: Annotated[
+        float | None,
+        Key("steps between evaluations; below 1: the share of all steps; left out: logging_steps", least=0),
+    ] = None
     early_stopping_patience: Annotated[
         int | None, Key("evaluations without a lower loss after which training ends", least=1)
     ] = None
@@ -192,7 +198,7 @@ class Recipe:
     metric_for_best_model: Annotated[str, Key("what is best when it is lowest", choices=("loss", "eval_loss"))] = "loss"
     greater_is_better: Annotated[bool, Key("false: a loss is best when it is lowest")] = False
     save_strategy: Annotated[str, Key("when a checkpoint is written", choices=("no", "steps", "epoch"))] = "steps"
-    save_steps: Annotated[int, Key("steps between checkpoints", least=1)] = 500
+    save_steps: Annotated[float, Key("steps between checkpoints; below 1: the share of all steps", least=0)] = 500
     save_total_limit: Annotated[int | None, Key("checkpoints that are kept; left out: all", least=1)] = None
     on_save_error: Annotated[
         str, Key("what a full or vanished disk does: cost that checkpoint, or end the run", choices=("warn", "raise"))

@@ -37,6 +37,11 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"optim": "adafactor", "adam_beta1": 0.8}, "adam_beta1=0.8, and optim: adafactor does not read it"),
     ({"optim": "sgd", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06, and optim: sgd"),
     ({"warmup_steps": 10.5}, "warmup_steps=10.5 is no whole number of steps"),
+    (
+        {"logging_steps": 1.5},
+        "logging_steps=1.5 is no whole number of steps; give one, or a share of all steps below 1",
+    ),
+    ({"save_steps": 0, "save_strategy": "steps"}, "save_steps=0 is too small: give a number of steps, or a share of"),
     ({"data": {"mix": [{"path": "a.jsonl", "weight": 3}]}}, "data.mix[0].weight=3 is a share among sources, and there"),
     ({"data": {"path": "a.jsonl", "split": "test"}}, "data.split='test' is of a dataset"),
     ({"data": {"mix": [{"path": "a.jsonl", "name": "x"}]}}, "data.mix[0].name='x' is of a dataset"),

@@ -71,7 +71,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": ""}, "model is missing"),
     ({"model": {"name": "x"}}, "a mapping has one, config"),
     ({"model": {"config": {"hidden_size": 32}}}, "no model_type"),
-    ({"model": {"config": {**LLAMA, "model_type": "lama"}}}, "model.config is none"),
+    ({"model": {"config": {**LLAMA, "model_type": "lama"}}}, "is none of transformers"),
     ({"model": {"config": {**LLAMA, "vocab_size": 100}}}, "vocab_size of at least 260"),
     ({"model": "no/such/directory"}, "there is no such directory, and names on the hub are OWNER/NAME"),
     ({"tokenizer": None}, "tokenizer is missing"),

@@ -172,7 +172,7 @@ def test_conversations_with_adapters_and_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_stream_goes_on_at_the_same_sample(tmp_path: Path) -> None:
-    given = recipe(tmp_path, max_steps=4, lr_scheduler_type="constant", save_strategy="steps", save_steps=2)
+    given = recipe(tmp_path, max_steps=4, lr_scheduler_type="constant", save_strategy="steps", save_steps=0.5)
     given["data"] |= {"streaming": True, "packing": True}
     whole = {**given, "output_dir": str(tmp_path / "whole"), "per_device_train_batch_size": 2}
     given["per_device_train_batch_size"] = 1
