@@ -90,7 +90,10 @@ def why_not(error: BaseException, name: str, kind: str = "") -> str | None:
     if any(isinstance(one, offline) for one in found) or (is_offline() and _is_connection(found)):
         asked = "is not asked (HF_HUB_OFFLINE)" if is_offline() else "cannot be reached"
         near = _nearest_name(name, cached_names(kind))
-        return f"there is no such directory, {endpoint()} {asked}, and {constants.HF_HOME} has not all of it{near}"
+        hint = _nearest_directory(name)
+        return (
+            f"there is no such directory{hint}, {endpoint()} {asked}, and {constants.HF_HOME} has not all of it{near}"
+        )
     # of datasets, which is not imported for it
     if any(isinstance(one, RepositoryNotFoundError) or type(one).__name__ == "DatasetNotFoundError" for one in found):
         hint = _nearest_directory(name)
@@ -100,7 +103,8 @@ def why_not(error: BaseException, name: str, kind: str = "") -> str | None:
             "needs `hf auth login` or HF_TOKEN"
         )
     if _is_connection(found) and not any(isinstance(one, EntryNotFoundError) for one in found):
-        return f"there is no such directory, and {endpoint()} cannot be reached; try again, or name a directory"
+        hint = _nearest_directory(name)
+        return f"there is no such directory{hint}, and {endpoint()} cannot be reached; try again, or name a directory"
     return None
 
 
