@@ -22,6 +22,7 @@ def write_data(results: Iterable[dict[str, Any]], file: Path = FILE) -> None:
     """One line per class, so that a change of one cell is a change of one line. What the file holds of other cells
     stays.
     """
+    results = list(results)
     rows: dict[str, dict[str, Any]] = {}
     reasons: dict[str, int] = {}
     one_step = 0
@@ -31,7 +32,9 @@ def write_data(results: Iterable[dict[str, Any]], file: Path = FILE) -> None:
 
     if file.exists():
         before = load(file)
-        one_step = before.one_step
+        again = {(cell["model_class"], cell["axis"]) for cell in results}
+        # which of the cells of before these are is not kept: at most as many as are left of them
+        one_step = min(before.one_step, sum(_may_be_one_step(row, again) for row in before.rows))
         rows = {row.model_class: _as_data(row, number_of) for row in before.rows}
     for cell in results:
         name = cell["model_class"]
@@ -67,6 +70,12 @@ def _as_data(row: Row, number_of: Callable[[str], int]) -> dict[str, Any]:
     if row.share is not None:
         known |= {"share": row.share, "whole": list(row.whole)}
     return known | ({"times": {name: list(times) for name, times in row.times.items()}} if row.times else {})
+
+
+def _may_be_one_step(row: Row, again: set[tuple[str, str]]) -> int:
+    """Cells that are not among those that were run again."""
+    cells = [{"axis": axis, "outcome": cell.outcome} for axis, cell in row.cells.items()]
+    return sum(is_one_step(cell) for cell in cells if (row.model_class, cell["axis"]) not in again)
 
 
 def is_one_step(cell: dict[str, Any]) -> bool:
