@@ -157,16 +157,16 @@ class _Peaks:
         book = self._books.setdefault(layout, Book())
         with joined(0, world_size):
             members = self._job.plugin(**options).mesh.ranks("pp")
+
+        def replayed(one: int) -> _Rank:
+            with joined(members[one], world_size):
+                found = self._replay_rank(self._job.plugin(**options), layout, batch, book)
+            book.replayed.add(one)
+            return found
+
         # headers of messages come from the ranks before
-        for before in range(place):
-            if before not in book.replayed:
-                with joined(members[before], world_size):
-                    self._replay_rank(self._job.plugin(**options), layout, batch, book)
-                book.replayed.add(before)
-        with joined(members[place], world_size):
-            found = self._replay_rank(self._job.plugin(**options), layout, batch, book)
-        book.replayed.add(place)
-        return found
+        before = [each for each in range(place) if each not in book.replayed]
+        return book.in_turn([*before, place], replayed, others=range(place + 1, count))[place]
 
     def _replay_rank(
         self, plugin: HybridParallelPlugin, layout: Shorter, batch: Mapping[str, Any], book: Book

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +25,7 @@ from ..cluster.launch import launch
 from ..comm.payload import Header
 from ..models.example_inputs import loss_of
 from ..pipeline.planning.placement import Placement
+from ..pipeline.runtime import PipelineError
 from ..plugins import HybridParallelPlugin
 from .curves import Curve, by_holder, curve_of
 from .fakes import Fakes
@@ -32,6 +33,7 @@ from .holders import KEPT, Holders
 from .live_bytes import LiveBytes
 from .segments import OPTIMIZER, Segments
 
+_T = TypeVar("_T")
 LOOKED_AT = 4096  # bytes of a new tensor behind which the peak may lie
 
 
@@ -71,21 +73,20 @@ class Peak(NamedTuple):
 def replay(job: Job, world_size: int, curves: list[Curve] | None = None) -> list[Peak]:
     """By pipeline rank; `curves` are added to. This process must be in no process group."""
     book = Book()
-    members = [0]
-    found: dict[int, Peak] = {}
-    place = 0
-    while place < len(members):
+    with joined(0, world_size):
+        members = job.plugin().mesh.ranks("pp")
+
+    def replayed(place: int) -> tuple[Peak, Placement]:
         with joined(members[place], world_size):
-            plugin = job.plugin()
-            members = plugin.mesh.ranks("pp")
-            found[place], placement = _replay_rank(job, plugin, book, curves)
-        place += 1
+            return _replay_rank(job, job.plugin(), book, curves)
+
+    found = book.in_turn(range(len(members)), replayed)
+    _, placement = found[0]
     for place in {placement.rank_of(stage) for stage in book.mistaken()}:
-        with joined(members[place], world_size):
-            found[place], _ = _replay_rank(job, job.plugin(), book, curves)
+        found[place] = replayed(place)
     if curves is not None:
         curves[:] = {curve.rank: curve for curve in curves}.values()  # of each the last
-    return [found[place] for place in range(len(members))]
+    return [found[place][0] for place in range(len(members))]
 
 
 @contextmanager
@@ -115,6 +116,32 @@ class Book(dict[Hashable, Header]):
                 self.guessed[key] = header
                 return header
         raise KeyError(key)
+
+    def in_turn(
+        self, places: Iterable[int], replayed: Callable[[int], _T], others: Iterable[int] = ()
+    ) -> dict[int, _T]:
+        """Replays of pipeline ranks, by place. One that fails on what a guess says (into a decoder's stages come more
+        tensors than into an encoder's) is tried again when the ranks behind it have told what they send, of `places`,
+        or `others` where those do not suffice.
+        """
+        found: dict[int, _T] = {}
+        left, further = list(places), list(others)
+        while left:
+            failed: list[int] = []
+            for place in left:
+                before = dict(self.guessed)
+                try:
+                    found[place] = replayed(place)
+                except PipelineError:
+                    is_stuck = place == left[-1] and len(failed) == len(left) - 1 and not further
+                    if self.guessed == before or is_stuck:
+                        raise
+                    self.guessed = before
+                    failed.append(place)
+            if len(failed) == len(left):
+                failed, further = [*failed, *further], []
+            left = failed
+        return found
 
     def mistaken(self) -> list[int]:
         """Stages for which the guess was wrong, as those before them have sent since."""

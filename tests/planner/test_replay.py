@@ -24,7 +24,15 @@ def test_replayed_peaks_are_those_of_real_ranks() -> None:
         assert one.replayed == one.measured, one
 
 
+def test_ranks_that_get_more_from_ranks_behind_them_are_replayed_after_these() -> None:
+    """Into T5's decoder, whose last stage the first rank has, come two tensors; into its encoder comes one."""
+    options = {**OPTIONS, "pp_style": "zbv"}
+    for one in compare([Case("t5-conditional-generation", options, recomputed=0.0)], world=2):
+        assert one.replayed == one.measured, one
+
+
 @pytest.mark.sweep
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_replayed_peaks_of_drawn_layouts(world: int) -> None:
     off = [abs(one.off) for case in draw(seed=0, count=20, world=world) for one in compare([case], world)]
