@@ -4,6 +4,7 @@ needs.
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from .manifest import read_manifest, verify
 from .optimizer_parts import load_hyperparameters, parts_of_optimizer
 from .plain_data import as_before, decode
 from .position import Position
-from .save import STATE, _module_of
+from .save import MOST_STEPS, STATE, _module_of
 
 _READABLE = (CheckpointError, UnsafeCheckpoint, OSError)
 
@@ -89,8 +90,12 @@ def _require_described(directory: Path, tables: list[Any], state: Any) -> None:
             raise UnsafeCheckpoint(f"{directory}: an axis of rank {rank} has no size")
     if not isinstance(state, dict) or not set(_STATE) <= set(state):
         raise UnsafeCheckpoint(f"{directory}: {STATE} lacks one of {', '.join(_STATE)}")
-    if not (state["step"] is None or type(state["step"]) is int):
-        raise UnsafeCheckpoint(f"{directory}: {state['step']!r} is no number of a step")
+    if not (state["step"] is None or (type(state["step"]) is int and 0 <= state["step"] < MOST_STEPS)):
+        raise UnsafeCheckpoint(f"{directory}: {reprlib.repr(state['step'])} is no number of a step")
+    for number, group in enumerate(state["param_groups"] if isinstance(state["param_groups"], list) else ()):
+        rate = decode(group["lr"]) if isinstance(group, dict) and "lr" in group else None
+        if isinstance(rate, float | torch.Tensor) and not bool(torch.as_tensor(rate).isfinite().all()):
+            raise UnsafeCheckpoint(f"{directory}: the learning rate of param group {number} is {rate}")
 
 
 def find(path: Path, agreement: Agreement, rank: int, check: bool = True) -> tuple[Opened, list[str]]:

@@ -6,6 +6,7 @@ The marker holds the manifest's own checksum and is written last. Without it a d
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ..files.paths import inside, read_json
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 FORMAT = 1
 _MAX_MARKER = 4096
+_TABLE = re.compile(r"rank-\d+\.json")  # one of each rank
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,13 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointDamaged(path, f"is of format {found!r}; this version reads format {FORMAT}")
     try:
         files = {name: (int(entry["size"]), int(entry["crc32"])) for name, entry in table["files"].items()}
-        return Manifest(files, int(table["saved_at"]), table["step"], int(table["world_size"]))
+        manifest = Manifest(files, int(table["saved_at"]), table["step"], int(table["world_size"]))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UnsafeCheckpoint(f"{path}: not a manifest ({error!r})") from None
+    tables = sum(_TABLE.fullmatch(name) is not None for name in files)
+    if manifest.world_size != tables or tables == 0:
+        raise CheckpointDamaged(path, f"is of {manifest.world_size} ranks and lists files of {tables}")
+    return manifest
 
 
 def verify(directory: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> None:

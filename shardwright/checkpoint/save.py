@@ -29,6 +29,7 @@ from .plain_data import encode
 from .position import Position
 
 STATE = "state.json"
+MOST_STEPS = 2**63  # that a job counts
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _dataloader_state(dataloader: Any) -> Any:
 def _shared_state(optimizer: Any, lr_scheduler: Any, step: SupportsIndex | None, extra: Any) -> dict[str, Any]:
     scaler = optimizer.scaler if isinstance(optimizer, OptimizerWrapper) else None
     return {
-        "step": None if step is None else _whole_number("step", step),
+        "step": None if step is None else _number_of_steps(step),
         "extra": encode(extra if extra is not None else {}, "extra"),
         "param_groups": None
         if optimizer is None
@@ -144,13 +145,13 @@ def _shared_state(optimizer: Any, lr_scheduler: Any, step: SupportsIndex | None,
     }
 
 
-def _whole_number(name: str, value: Any) -> int:
+def _number_of_steps(step: Any) -> int:
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        if not isinstance(step, bool) and 0 <= operator.index(step) < MOST_STEPS:
+            return operator.index(step)
     except TypeError:
         pass  # said below
-    raise ValueError(f"{name}={value!r} must be a whole number or None")
+    raise ValueError(f"step={step!r} must be a whole number from 0 on, or None")
 
 
 def save(

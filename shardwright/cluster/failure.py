@@ -15,7 +15,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from sys import _current_frames
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from ..comm.turns import BACKWARD_THREAD
 
@@ -32,6 +32,13 @@ _WAITING = (
     *("torch/distributed/", "torch/nn/parallel/distributed.py", "shardwright/comm/", "shardwright/cluster/job.py"),
     *("shardwright/cluster/recovery.py", "shardwright/checkpoint/roll_call.py"),
 )
+# Of these, where DTensor decides and computes what it is made of; who waits there has a frame of `_OPERATORS`.
+_COMPUTING = "torch/distributed/tensor/"
+_SENDING = "torch/distributed/tensor/_collective_utils.py"
+# torch's frames of an operator that is called from Python: of one of these namespaces it launches a collective, or
+# waits for one, as DTensor, FSDP's norm of gradients and compiled code do.
+_OPERATORS = "torch/_ops.py"
+_OF_COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional.", "c10d.")
 FRAMES = 3  # of a condensed traceback
 _LONGEST = 20_000  # characters of a traceback in the store
 _PACKAGE = str(Path(__file__).parents[1])
@@ -188,21 +195,41 @@ def condense(frames: list[traceback.FrameSummary], limit: int = FRAMES) -> tuple
 
 def main_stack() -> tuple[bool, tuple[str, ...]]:
     """What the main thread of this process is doing: (whether it waits for other ranks, condensed frames)."""
-    frames = _stack_of(threading.main_thread())
-    if _waits_for_its_turn(frames):  # the other one of two runs
-        others = (_stack_of(thread) for thread in threading.enumerate() if thread.name == BACKWARD_THREAD)
-        frames = next((stack for stack in others if not _waits_for_its_turn(stack)), frames)
-    waits = bool(frames) and any(part in frames[-1].filename for part in _WAITING)
-    return waits, condense(frames)
+    frame = _innermost(threading.main_thread())
+    if _waits_for_its_turn(frame):  # the other one of two runs
+        others = (_innermost(thread) for thread in threading.enumerate() if thread.name == BACKWARD_THREAD)
+        frame = next((each for each in others if not _waits_for_its_turn(each)), frame)
+    if frame is None:
+        return False, ()
+    return waits_in(frame), condense(list(traceback.extract_stack(frame)))
 
 
-def _stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
-    frame = _current_frames().get(thread.ident or 0)
-    return list(traceback.extract_stack(frame)) if frame is not None else []
+def waits_in(frame: FrameType) -> bool:
+    """Whether a thread whose innermost frame this is waits for other ranks, or for the store."""
+    file = frame.f_code.co_filename
+    if file.endswith(_OPERATORS):
+        return bool(collective_operator(frame))
+    if _COMPUTING in file and not file.endswith(_SENDING):
+        return False
+    return any(part in file for part in _WAITING)
 
 
-def _waits_for_its_turn(frames: list[traceback.FrameSummary]) -> bool:
-    return bool(frames) and frames[-1].filename.endswith("pipeline/two_at_once.py")
+def collective_operator(frame: FrameType) -> str:
+    """ "wait_tensor", where this is torch's frame of an operator that launches a collective or waits for one, else
+    "".
+    """
+    if not frame.f_code.co_filename.endswith(_OPERATORS):
+        return ""
+    name = str(frame.f_locals.get("self", ""))
+    return name.split(".")[1] if name.startswith(_OF_COLLECTIVES) else ""
+
+
+def _innermost(thread: threading.Thread) -> FrameType | None:
+    return _current_frames().get(thread.ident or 0)
+
+
+def _waits_for_its_turn(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.endswith("pipeline/two_at_once.py")
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from . import groups
-from .failure import main_stack
+from .failure import collective_operator, main_stack
 from .heart import heart
 
 _LONGEST = 8000  # characters of a stack
@@ -129,6 +129,9 @@ def collective_of(frame: FrameType | None) -> str:
         if file.endswith("distributed/distributed_c10d.py") and not name.startswith("_"):
             values = frame.f_locals
             return _described(name, [values.get(local) for local in _LOCALS], values.get("group"))
+        operator = collective_operator(frame)
+        if operator:
+            return _described(operator, list(frame.f_locals.get("args", ())), None)
         if "shardwright/comm/" in file and name in ("wait", "complete"):
             flying = frame.f_locals.get("self")
             kept = [getattr(flying, attribute, None) for attribute in _KEPT]

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import reprlib
 import struct
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from .errors import CheckpointDamaged, UnsafeCheckpoint
 
 _PIECE = 1 << 30  # bytes per system call
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MOST_DIMS = 64  # of a tensor that torch computes with
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -66,7 +68,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: Any, where: Path | str) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
-        raise UnsafeCheckpoint(f"{where}: dtype {name!r} is not one of {', '.join(_DTYPES)}")
+        raise UnsafeCheckpoint(f"{where}: dtype {reprlib.repr(name)} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -74,7 +76,9 @@ def shape_of(shape: Any, where: Path) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(
         isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**62 for size in shape
     ):
-        raise UnsafeCheckpoint(f"{where}: shape {shape!r} is not a list of sizes")
+        raise UnsafeCheckpoint(f"{where}: shape {reprlib.repr(shape)} is not a list of sizes")
+    if len(shape) > _MOST_DIMS:
+        raise UnsafeCheckpoint(f"{where}: a tensor of {len(shape)} dims; torch computes with at most {_MOST_DIMS}")
     return tuple(shape)
 
 

@@ -167,7 +167,7 @@ def sealed(directory: Path, change: Any) -> None:
     reseal(directory)
 
 
-def reseal(directory: Path, names: list[str] | None = None) -> None:
+def reseal(directory: Path, names: list[str] | None = None, world_size: int = 1) -> None:
     import zlib
 
     names = names or [file.name for file in directory.iterdir() if file.name not in (MANIFEST, MARKER)]
@@ -177,7 +177,7 @@ def reseal(directory: Path, names: list[str] | None = None) -> None:
         files[name] = (len(data), zlib.crc32(data))
     for name in (MANIFEST, MARKER):
         (directory / name).unlink()
-    commit(directory, Manifest(files, 1, 1, 1))
+    commit(directory, Manifest(files, 1, 1, world_size))
 
 
 def first_chunk(table: Any) -> Any:
@@ -197,6 +197,11 @@ TABLES = {
     "half of a tensor": lambda table: first_chunk(table).update(size=[2, 3]),
     "huge shape": lambda table: table["tensors"]["weights/0.weight"].update(shape=[2**60, 3]),
     "unknown dtype": lambda table: table["tensors"]["weights/0.weight"].update(dtype="F33"),
+    "a dtype of a megabyte": lambda table: table["tensors"]["weights/0.weight"].update(dtype="F" * 10**6),
+    "shape of many dims": lambda table: (
+        table["tensors"]["weights/0.weight"].update(shape=[1] * 300_000),
+        first_chunk(table).update(start=[0] * 300_000, size=[1] * 300_000),
+    ),
     "no chunks": lambda table: table["tensors"]["weights/0.weight"].pop("chunks"),
     "tensors that are no table": lambda table: table.update(tensors=[1]),
     "no tensors": lambda table: table.pop("tensors"),
@@ -215,8 +220,9 @@ def test_tables_that_lie(tmp_path: Path, name: str, opened: list[str]) -> None:
     before = Toy()
     values = before.values()
     opened.clear()
-    with pytest.raises((UnsafeCheckpoint, CheckpointDamaged, CheckpointMismatch)):
+    with pytest.raises((UnsafeCheckpoint, CheckpointDamaged, CheckpointMismatch)) as caught:
         before.load(tmp_path / "run")
+    assert len(str(caught.value)) < 2000
     assert all(Path(path).is_relative_to(tmp_path / "run") for path in opened if path.startswith(str(tmp_path))), opened
     assert len(values) == len(before.values()), "no optimizer state was taken"
 
@@ -243,6 +249,49 @@ def test_a_manifest_that_points_elsewhere(tmp_path: Path) -> None:
     trained(1).save(tmp_path / "run")
     reseal(tmp_path / "run", ["rank-00000.json", "../x", "rank-00000.safetensors", "state.json"])
     with pytest.raises(UnsafeCheckpoint, match="plain names"):
+        Toy().load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 2, 10**30])
+def test_a_manifest_of_another_number_of_ranks(tmp_path: Path, world_size: int) -> None:
+    trained(1).save(tmp_path / "run")
+    reseal(tmp_path / "run", world_size=world_size)
+    with pytest.raises(CheckpointDamaged, match=f"is of {world_size} ranks and lists files of 1"):
+        Toy().load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("step", [-5, 10**30, True, 1.0])
+def test_a_step_that_load_would_refuse_is_not_saved(tmp_path: Path, step: Any) -> None:
+    booster = Booster(device="cpu")
+    model, *_ = booster.boost(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="must be a whole number from 0 on, or None"):
+        booster.save(tmp_path / "run", model=model, step=step)
+
+
+STATES = {
+    "negative step": (lambda state: state.update(step=-5), "-5 is no number of a step"),
+    "huge step": (lambda state: state.update(step=10**30), "is no number of a step"),
+    "nan": (
+        lambda state: state["param_groups"][0].update(lr=float("nan")),
+        "the learning rate of param group 0 is nan",
+    ),
+    "inf": (
+        lambda state: state["param_groups"][0].update(lr=float("inf")),
+        "the learning rate of param group 0 is inf",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_numbers_that_no_training_has(tmp_path: Path, name: str) -> None:
+    change, words = STATES[name]
+    trained(1).save(tmp_path / "run")
+    path = tmp_path / "run" / "state.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+    reseal(tmp_path / "run")
+    with pytest.raises(UnsafeCheckpoint, match=words):
         Toy().load(tmp_path / "run")
 
 

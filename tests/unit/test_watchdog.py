@@ -8,17 +8,19 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.cluster import watchdog
+from shardwright.cluster.failure import waits_in
 from shardwright.cluster.heart import OUTSIDE, Budgets, Heart
 from shardwright.cluster.job import Job
 from shardwright.cluster.launch import _idle_limit, _step_limit
-from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with
+from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with, collective_of
 from shardwright.cluster.watch import Watch
 from shardwright.cluster.watchdog import is_excused, is_silent, verdict
 
@@ -80,6 +82,40 @@ def test_who_is_in_a_debugger_or_compiles_is_not_stuck() -> None:
         False,
     ]
     assert not is_excused({0: at(0), 1: at(1)}, learned=True)
+
+
+def test_who_waits_in_an_operator_of_torchs() -> None:
+    """DTensor, FSDP's norm of gradients and compiled code wait for other ranks by operators, whose frames are not
+    torch.distributed's; what DTensor computes is in frames of torch.distributed, and waits for nobody.
+    """
+    seen: dict[str, tuple[bool, str]] = {}
+
+    class Looks(TorchDispatchMode):
+        """Runs where the operator would, called from torch's frame of it."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and not frame.f_code.co_filename.endswith("torch/_ops.py"):
+                frame = frame.f_back
+            assert frame is not None
+            seen[str(func)] = waits_in(frame), collective_of(frame)
+            return args[0]
+
+    ones = torch.ones(3)
+    with Looks():
+        torch.ops._c10d_functional.wait_tensor(ones)
+        torch.ops.aten.relu(ones)
+    assert seen["_c10d_functional.wait_tensor.default"] == (True, "wait_tensor of [3] float32")
+    assert seen["aten.relu.default"] == (False, "")
+
+    def frame_in(file: str) -> FrameType:
+        found: dict[str, Any] = {}
+        exec(compile("frame = sys._getframe()", file, "exec"), {"sys": sys}, found)
+        return cast("FrameType", found["frame"])
+
+    assert not waits_in(frame_in("/torch/distributed/tensor/_dispatch.py"))
+    assert waits_in(frame_in("/torch/distributed/tensor/_collective_utils.py"))
+    assert waits_in(frame_in("/torch/distributed/distributed_c10d.py"))
 
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
