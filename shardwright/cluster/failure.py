@@ -195,13 +195,11 @@ def condense(frames: list[traceback.FrameSummary], limit: int = FRAMES) -> tuple
 
 def main_stack() -> tuple[bool, tuple[str, ...]]:
     """What the main thread of this process is doing: (whether it waits for other ranks, condensed frames)."""
-    frame = _innermost(threading.main_thread())
+    frame, stack = _stack_of(threading.main_thread())
     if _waits_for_its_turn(frame):  # the other one of two runs
-        others = (_innermost(thread) for thread in threading.enumerate() if thread.name == BACKWARD_THREAD)
-        frame = next((each for each in others if not _waits_for_its_turn(each)), frame)
-    if frame is None:
-        return False, ()
-    return waits_in(frame), condense(list(traceback.extract_stack(frame)))
+        others = [_stack_of(thread) for thread in threading.enumerate() if thread.name == BACKWARD_THREAD]
+        frame, stack = next((each for each in others if not _waits_for_its_turn(each[0])), (frame, stack))
+    return frame is not None and waits_in(frame), condense(stack)
 
 
 def waits_in(frame: FrameType) -> bool:
@@ -224,8 +222,10 @@ def collective_operator(frame: FrameType) -> str:
     return name.split(".")[1] if name.startswith(_OF_COLLECTIVES) else ""
 
 
-def _innermost(thread: threading.Thread) -> FrameType | None:
-    return _current_frames().get(thread.ident or 0)
+def _stack_of(thread: threading.Thread) -> tuple[FrameType | None, list[traceback.FrameSummary]]:
+    """(its innermost frame, all of them), read at once: what is behind a frame is forgotten when it has returned."""
+    frame = _current_frames().get(thread.ident or 0)
+    return frame, list(traceback.extract_stack(frame)) if frame is not None else []
 
 
 def _waits_for_its_turn(frame: FrameType | None) -> bool:
