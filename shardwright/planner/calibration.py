@@ -133,11 +133,14 @@ def _check(found: Calibration) -> None:
 
 
 class Rates:
-    """Seconds of calls that were not measured: by the rate of those most like them, by operations and bytes."""
+    """Seconds of calls that were not measured: by the rate of those most like them, by operations and bytes. `least`:
+    of those that were.
+    """
 
     def __init__(self, points: Sequence[Point]) -> None:
         self._places = np.array([_place(point.flops, point.moved) for point in points])
         self._low, self._high = self._places.min(0), self._places.max(0)  # beyond which rates stay what they are
+        self.least = min(point.seconds for point in points)
         self._rates = np.log(np.array([point.seconds / (point.flops or point.moved) for point in points]))
 
     def seconds(self, flops: float, moved: float) -> float:
@@ -213,13 +216,15 @@ class CalibratedMachine(Machine):
         if not self._links or reach > self.per_node:
             return super().sent(size, ranks, reach)
         nearest = min(self._links, key=lambda number: abs(math.log2(number / ranks)))
-        return self._links[nearest].seconds(0, size) * (1 if ranks <= nearest else ranks / nearest)
+        found = self._links[nearest]
+        return max(found.seconds(0, size), found.least) * (1 if ranks <= nearest else ranks / nearest)
 
     def busy(self, size: float, ranks: int) -> float:
         if ranks < 2 or not size or not self._busy:
             return 0.0
         nearest = min(self._busy, key=lambda number: abs(math.log2(number / ranks)))
-        return self._busy[nearest].seconds(0, size) * (1 if ranks <= nearest else ranks / nearest)
+        found = self._busy[nearest]
+        return max(found.seconds(0, size), found.least) * (1 if ranks <= nearest else ranks / nearest)
 
     def message(self, size: float, reach: int) -> float:
         if not size:

@@ -21,6 +21,7 @@ from shardwright.planner.calibration import FORMAT, Calibration, Point, Rates, c
 from shardwright.planner.devices import device_of
 from shardwright.planner.estimate import Estimator, Layout, Task
 from shardwright.planner.machines import GIB
+from shardwright.planner.measure_layouts import layouts
 from shardwright.planner.measure_links import links
 from shardwright.planner.operators import Operator
 from shardwright.planner.profile import Part, Profile
@@ -180,6 +181,34 @@ def test_ranks_share_the_cores() -> None:
     assert parts["computing"] == pytest.approx(4 * 8 * (2**26 / 10e9 + 1e-5) + 4 * 2e-3 + added, rel=1e-3)
 
 
+def test_ranks_cost_what_being_one_of_several_costs() -> None:
+    """Hooks and replicas of ZeRO, actions of a pipeline, collectives: in the processor's time, and in that of steps."""
+    costs = {"collective": 1e-3, "hooks": 2e-4, "replicas": 3e-3, "gathering hooks": 5e-4, "gathering replicas": 7e-3}
+    plain = made(collectives={"all_reduce": [Point(2, 0, size, 1e-3, 4e-4) for size in (2**10, 2**20)]})
+    known = replace(plain, host={**plain.host, **costs, "action": 1e-2})
+    part = replace(PART, tensors=9.0, forward={**PART.forward, Operator("allgather_base", 0, 2**12): 2.0})
+    profile = replace(PROFILE, layer=part, tensor_ranks=2)
+
+    def of(calibration: Calibration, layout: Layout) -> Any:
+        machine = calibrated(calibration, "fp32", world_size=2)
+        task = Task(machine, 0.0, False, 2, 1e9, 2)
+        return Estimator(task, rates(profile, None, machine, layout.tp), layout).estimate(simulated=True)
+
+    def added(**changes: Any) -> tuple[float, float]:
+        """Seconds of the host, and of the processor, that `known` has more."""
+        layout = replace(Layout(1, 1, 1, 1, 0, "1f1b", 1, 1, 4), **changes)
+        first, second = of(plain, layout), of(known, layout)
+        return second.parts["host"] - first.parts["host"], second.processor - first.processor
+
+    assert added() == (0.0, pytest.approx(0.0, abs=1e-12))
+    for stage, times, hook, replicas in ((1, 1, 2e-4, 3e-3), (2, 4, 2e-4, 3e-3), (3, 4, 5e-4, 7e-3)):
+        wanted = replicas + times * 8 * 9 * hook
+        assert added(dp=2, zero=stage) == pytest.approx((wanted, wanted))
+    assert added(pp=2)[1] == pytest.approx(4 * 2 * 1e-2)
+    # two collectives of each layer and microbatch, which the processor was busy with for 0.4 ms before
+    assert added(tp=2)[1] == pytest.approx(4 * 8 * 2 * (1e-3 - 4e-4))
+
+
 def test_searches_go_by_the_file_and_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +271,29 @@ def test_operators_and_the_host_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert 1e-5 < host["around"] < 1
 
 
+def _layouts(rank: int, world_size: int) -> dict[str, float]:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2
+    )
+
+    def model(layers: int) -> LlamaForCausalLM:
+        config.num_hidden_layers = layers
+        return LlamaForCausalLM(config)
+
+    def batch(samples: int, begin: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(begin, begin + 8).repeat(samples, 1)
+        return {"input_ids": ids, "labels": ids}
+
+    return layouts(model, batch, TINY, {"layer": 0.0, "around": 0.0, "step": 0.0})
+
+
+def test_layouts_of_two_ranks_are_measured() -> None:
+    one, other = run_ranks(_layouts, 2, debug="OFF")
+    assert one == other
+    assert set(one) == {"collective", "hooks", "replicas", "gathering hooks", "gathering replicas", "action"}
+    assert all(1e-7 < seconds < 1 for seconds in one.values())
+
+
 def _links(rank: int, world_size: int) -> Any:
     return links(torch.device("cpu"), (10, 12), lambda what: None)
 
@@ -251,7 +303,7 @@ def test_links_are_measured() -> None:
     assert set(collectives) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
     assert [point.moved for point in collectives["all_reduce"]] == [2**10, 2**12]  # twice the half of it
     assert [point.moved for point in collectives["all_gather"]] == [2**9, 2**11]
-    assert all(point.seconds > 0 for point in (*messages, *collectives["all_to_all"]))
+    assert all(point.seconds > 0 and point.busy > 0 for point in (*messages, *collectives["all_to_all"]))
 
 
 @pytest.mark.parametrize(

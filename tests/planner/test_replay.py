@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from shardwright.comm.payload import take_apart
+from shardwright.comm.shape_rules import MessageKey
+from shardwright.pipeline.runtime import PipelineError
 from shardwright.pipeline.schedules import STYLES
+from shardwright.planner.replay import Book
 from shardwright.testing.peaks import Case, compare, draw, every
 
 # Two chunks on each rank: the first rank has messages from one that is replayed after it.
@@ -24,6 +29,36 @@ def test_replayed_peaks_are_those_of_real_ranks() -> None:
         assert one.replayed == one.measured, one
 
 
+def test_ranks_are_replayed_again_behind_those_whose_messages_they_need() -> None:
+    """The first rank has the last stage, too, into which the second one sends more than a guess says."""
+    book, tried = Book(), list[int]()
+
+    def key(stage: int) -> MessageKey:
+        return MessageKey((stage, "look", True), (2,))
+
+    def replayed(place: int) -> int:
+        tried.append(place)
+        if place == 0:
+            book[key(1)] = one
+            if book[key(3)] != two:
+                raise PipelineError("StopIteration", "3F0")
+        else:
+            assert book[key(1)] == one
+            book[key(3)] = two
+        return place
+
+    one, two = (take_apart(tuple(torch.ones(2) for _ in range(count)))[0] for count in (1, 2))
+    assert book.in_turn(range(2), replayed) == {0: 0, 1: 1}
+    assert tried == [0, 1, 0]
+    assert not book.mistaken()
+    book.clear()
+    assert book.in_turn([0], replayed, others=[1]) == {0: 0, 1: 1}
+    book.clear()
+    with pytest.raises(PipelineError, match="StopIteration"):
+        book.in_turn([0], replayed)
+
+
+@pytest.mark.sweep
 def test_ranks_that_get_more_from_ranks_behind_them_are_replayed_after_these() -> None:
     """Into T5's decoder, whose last stage the first rank has, come two tensors; into its encoder comes one."""
     options = {**OPTIONS, "pp_style": "zbv"}
