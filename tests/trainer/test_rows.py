@@ -35,6 +35,17 @@ def sources(folder: Path, mixed: bool, bad: str | bytes) -> dict[str, Any]:
     return {"path": [str(folder / "one.jsonl"), str(folder / "two.jsonl")]}
 
 
+def read_to_the_end(loader: DataLoader[Any]) -> None:
+    """Workers end with it: those of an iterator that failed are waited for, five seconds each, when it is collected."""
+    batches: Any = iter(loader)
+    try:
+        for _ in batches:
+            pass
+    finally:
+        if loader.num_workers:
+            batches._shutdown_workers()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mixed", [False, True], ids=["joined", "mixed"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["counted", "streaming"])
@@ -49,7 +60,7 @@ def test_a_bad_line_is_named(tmp_path: Path, packing: bool, streaming: bool, mix
         parts = prepare(build_recipe(recipe(tmp_path, data=data)))
         at_start = packing and not streaming  # where all rows are read before the first step, by every rank
         with pytest.raises(RecipeError if at_start else RowError) as caught:
-            list(DataLoader(parts.dataset("data"), 4, num_workers=workers, collate_fn=parts.collate("data")))
+            read_to_the_end(DataLoader(parts.dataset("data"), 4, num_workers=workers, collate_fn=parts.collate("data")))
         said = str(caught.value).strip().rpartition("RowError: ")[2]
         assert said.startswith(f"{tmp_path / 'two.jsonl'}:177: "), (name, said)
         assert said.count("177") == 1
