@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -181,19 +181,13 @@ class CalibratedMachine(Machine):
     @cached_property
     def _links(self) -> dict[int, Rates]:
         """Of collectives, by the ranks that take part."""
-        every = [point for rows in self.calibration.collectives.values() for point in rows]
-        ranks = {point.ranks for point in every}
-        return {number: Rates([point for point in every if point.ranks == number]) for number in ranks}
+        return _by_ranks(point for rows in self.calibration.collectives.values() for point in rows)
 
     @cached_property
     def _busy(self) -> dict[int, Rates]:
         """Of collectives as `_links`, what they keep a processor busy with."""
-        every = [point for rows in self.calibration.collectives.values() for point in rows if point.busy > 0]
-        ranks = {point.ranks for point in every}
-        return {
-            number: Rates([point._replace(seconds=point.busy) for point in every if point.ranks == number])
-            for number in ranks
-        }
+        every = (point for rows in self.calibration.collectives.values() for point in rows)
+        return _by_ranks(point._replace(seconds=point.busy) for point in every if point.busy > 0)
 
     def computing(self, calls: Mapping[Operator, float]) -> float:
         return sum(
@@ -215,16 +209,12 @@ class CalibratedMachine(Machine):
             return 0.0
         if not self._links or reach > self.per_node:
             return super().sent(size, ranks, reach)
-        nearest = min(self._links, key=lambda number: abs(math.log2(number / ranks)))
-        found = self._links[nearest]
-        return max(found.seconds(0, size), found.least) * (1 if ranks <= nearest else ranks / nearest)
+        return _of_ranks(self._links, size, ranks)
 
     def busy(self, size: float, ranks: int) -> float:
         if ranks < 2 or not size or not self._busy:
             return 0.0
-        nearest = min(self._busy, key=lambda number: abs(math.log2(number / ranks)))
-        found = self._busy[nearest]
-        return max(found.seconds(0, size), found.least) * (1 if ranks <= nearest else ranks / nearest)
+        return _of_ranks(self._busy, size, ranks)
 
     def message(self, size: float, reach: int) -> float:
         if not size:
@@ -236,6 +226,19 @@ class CalibratedMachine(Machine):
     def plain(self) -> dict[str, Any]:
         tables = self.calibration
         return {**super().plain(), "calibration": {**tables.device, "made": tables.made, "versions": tables.versions}}
+
+
+def _by_ranks(points: Iterable[Point]) -> dict[int, Rates]:
+    every = list(points)
+    ranks = {point.ranks for point in every}
+    return {number: Rates([point for point in every if point.ranks == number]) for number in ranks}
+
+
+def _of_ranks(tables: Mapping[int, Rates], size: float, ranks: int) -> float:
+    """Seconds of a collective, by the table of the nearest number of ranks, which more of them take longer than."""
+    nearest = min(tables, key=lambda number: abs(math.log2(number / ranks)))
+    found = tables[nearest]
+    return max(found.seconds(0, size), found.least) * (1 if ranks <= nearest else ranks / nearest)
 
 
 def _host(found: Mapping[str, float]) -> Host:

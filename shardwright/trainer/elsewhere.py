@@ -30,7 +30,10 @@ _TABLE = {
         ("assistant_only_loss", "completion_only_loss", "train_on_inputs"),
         "of messages, and of prompt and completion, answers alone are learned: leave it out",
     ),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantised weights are not trained: leave it out, and say lora"),
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit", "quantization_bit", "quantization_config", "bnb_4bit_quant_type", "gptq"),
+        "quantised weights are not trained: leave it out, and say lora",
+    ),
     "torch_compile": "say layout: {enable_jit_fused: true}",
     # Of axolotl, LLaMA-Factory and TRL.
     **dict.fromkeys(("adapter", "finetuning_type", "peft_type"), "say lora: {r: ...} for adapters, or leave it out"),
@@ -57,10 +60,6 @@ _TABLE = {
         "conversations are written by the tokenizer's chat template, or by chat_template: FILE.jinja",
     ),
     "stage": "shardwright train pretrains and fine-tunes: leave it out; examples/dpo.py learns preferences",
-    **dict.fromkeys(
-        ("quantization_bit", "quantization_config", "bnb_4bit_quant_type", "gptq"),
-        "quantised weights are not trained: leave it out, and say lora",
-    ),
     **dict.fromkeys(
         ("attn_implementation", "flash_attention", "flash_attn", "use_flash_attention_2"),
         "attention is torch's fused one; layout: {enable_flash_attention: true} asks for FlashAttention",

@@ -84,27 +84,23 @@ def why_not(error: BaseException, name: str, kind: str = "") -> str | None:
             f"it is gated: ask for access at {endpoint()}/{kind}{name}, then `hf auth login`, or set HF_TOKEN to a "
             "token that has it"
         )
+    absent = f"there is no such directory{_nearest_directory(name)}"
     if any(isinstance(one, HFValidationError) for one in found) or name.startswith((".", "/", "~")):
-        return f"there is no such directory{_nearest_directory(name)}, and names on the hub are OWNER/NAME"
+        return f"{absent}, and names on the hub are OWNER/NAME"
     offline = (LocalEntryNotFoundError, OfflineModeIsEnabled)
     if any(isinstance(one, offline) for one in found) or (is_offline() and _is_connection(found)):
         asked = "is not asked (HF_HUB_OFFLINE)" if is_offline() else "cannot be reached"
         near = _nearest_name(name, cached_names(kind))
-        hint = _nearest_directory(name)
-        return (
-            f"there is no such directory{hint}, {endpoint()} {asked}, and {constants.HF_HOME} has not all of it{near}"
-        )
+        return f"{absent}, {endpoint()} {asked}, and {constants.HF_HOME} has not all of it{near}"
     # of datasets, which is not imported for it
     if any(isinstance(one, RepositoryNotFoundError) or type(one).__name__ == "DatasetNotFoundError" for one in found):
-        hint = _nearest_directory(name)
         near = _nearest_on_hub(name, kind)
         return (
-            f"there is no such directory{hint}, and {endpoint()} has no {kind}{name} for you{near}; a private one "
+            f"{absent}, and {endpoint()} has no {kind}{name} for you{near}; a private one "
             "needs `hf auth login` or HF_TOKEN"
         )
     if _is_connection(found) and not any(isinstance(one, EntryNotFoundError) for one in found):
-        hint = _nearest_directory(name)
-        return f"there is no such directory{hint}, and {endpoint()} cannot be reached; try again, or name a directory"
+        return f"{absent}, and {endpoint()} cannot be reached; try again, or name a directory"
     return None
 
 
