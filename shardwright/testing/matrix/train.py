@@ -44,7 +44,9 @@ def train(built: Built, axis: Axis, reference: nn.Module | None = None, side: Si
         said, held, own = _step(plain, side, cast(batch, dtype), dtype, is_first=not step)
         wrong = wrong or said
         if own is not dtype:  # as that of torch's binary cross entropy with targets in single precision
-            tolerance, found["note"] = _tolerance(own), f"its loss is in {str(own).removeprefix('torch.')}"
+            tolerance = _tolerance(dtype, own)
+            said = f"its loss is in {str(own).removeprefix('torch.')}"
+            found["note"] = f"{side.note}; {said}" if side.note else said
         side.optimizer.step()
         optimizer.step()
     coordinate = side.plugin.mesh.coordinate
@@ -82,7 +84,7 @@ def _step(
         losses=None if loss is None else (expected[replica].detach().reshape(1), loss.reshape(1)),
         gradients=side.optimizer.gradients(),
         weights=False,
-        tolerance=_tolerance(expected[0].dtype),
+        tolerance=_tolerance(dtype, expected[0].dtype),
         # In single precision the first step has carried rounding into the weights, unevenly.
         gradient_floor=GRADIENT_FLOOR if is_first or dtype is torch.float64 else 1.0,
         check=False,
@@ -98,8 +100,11 @@ def _parts(batch: Batch, replicas: int) -> list[Batch]:
     return [{**batch, **{key: value[replica] for key, value in cut.items()}} for replica in range(replicas)]
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    return TOLERANCE if dtype is torch.float64 else TOLERANCES[dtype]
+def _tolerance(dtype: torch.dtype, loss: torch.dtype = torch.float64) -> float:
+    """`loss`: the dtype of the loss, whose rounding all gradients of a model in double precision have."""
+    if dtype is not torch.float64:
+        return TOLERANCES[dtype]
+    return TOLERANCE if loss is torch.float64 else torch.finfo(loss).eps
 
 
 def _problem(check: Callable[[], Any]) -> str:
