@@ -34,7 +34,7 @@ from .batch.step_inputs import StepInputs
 from .checkpointing import Recomputation, run_checkpointed, run_selectively
 from .cut.entry import ENTRY
 from .cut.survey import Survey
-from .encoded_numbers import decode, encode, numbers_in
+from .encoded_numbers import decode, encode
 from .handover import Handover
 from .hoisting.layer_calls import LayerCalls
 from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
@@ -228,7 +228,7 @@ class StagedModel:
             run.router_logits = dict(enumerate(received[:passed])) if received is not None else {}
             received = received[passed:] if received is not None else None
         if self.survey is not None:
-            run.received, run.numbers = self._unpack(received, units.start)
+            run.received, run.told = self._unpack(received, units.start)
             run.templates = self._templates
             run.wanted = frozenset() if is_last else frozenset(self.survey.boundary(units.stop))
         return run
@@ -374,7 +374,7 @@ class StagedModel:
         numbers = [
             number
             for unit in self.survey.numbered(run.high)
-            for number in run.numbers.get(unit, self.survey.template(unit).numbers)
+            for number in run.told.get(unit, self.survey.template(unit).told)
         ]
         if numbers:
             tensors.append(encode(numbers, next((tensor.device for tensor in tensors), torch.device("cpu"))))
@@ -385,25 +385,25 @@ class StagedModel:
     def _unpack(
         self, received: Payload | None, position: int
     ) -> tuple[dict[int, Any], dict[int, list[bool | int | float]]]:
-        """By unit what it has returned, and the numbers in what units have that is not here."""
+        """By unit what it has returned, and what is told of what units have returned that is not here."""
         assert self.survey is not None
         if received is None:
             return {}, {}
         templates = {unit: self.survey.template(unit) for unit in self.survey.boundary(position)}
-        numbers: dict[int, list[bool | int | float]] = {}
+        told: dict[int, list[bool | int | float]] = {}
         if numbered := self.survey.numbered(position):
             *tensors, encoded = received
             values = iter(decode(encoded))
             received = tuple(tensors)
-            numbers = {unit: [*islice(values, self.survey.template(unit).num_numbers)] for unit in numbered}
+            told = {unit: [*islice(values, len(self.survey.template(unit).told))] for unit in numbered}
         found, start = {}, 0
         for unit, template in templates.items():
             whole: Sequence[torch.Tensor] = received[start : start + template.num_tensors]
             whole = whole if is_nothing(whole) else self.handover.received(unit, whole)
-            found[unit] = template.build(whole, numbers.get(unit, ()))
+            found[unit] = template.build(whole, told.get(unit, ()))
             start += template.num_tensors
         assert start == len(received), (start, len(received))
-        return found, numbers
+        return found, told
 
     def _root_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.current is None:
@@ -492,7 +492,7 @@ class StagedModel:
             if not is_gate or not run.in_model:
                 return output
             if is_here and index in run.templates and run.templates[index].num_numbers:
-                run.numbers[index] = numbers_in(output)
+                run.told[index] = run.templates[index].told_of(output, self.units[index].gate)
             if index in run.wanted and is_here:
                 run.outputs[index] = output if index == run.high - 1 else run.templates[index].apart(output)
             if index == run.high - 1:

@@ -34,7 +34,8 @@ class StageRun:
     # unit of the stage, or entry -> its output, where a later stage reads it
     outputs: dict[int, Any] = field(default_factory=dict)
     wanted: frozenset[int] = frozenset()
-    numbers: dict[int, list[bool | int | float]] = field(default_factory=dict)  # that units so far have returned
+    # numbers that units so far have returned, and the sizes of their tensors
+    told: dict[int, list[bool | int | float]] = field(default_factory=dict)
     # by their number, of the layers so far; None: nobody collects them
     router_logits: dict[int, torch.Tensor] | None = None
     enter_tail: Callable[[Any], None] | None = None
@@ -49,7 +50,7 @@ class StageRun:
 
     def output_before(self, unit: int) -> Any:
         """What a gate before the stage returns: its own output, or, when nobody reads that, nothing in the form of
-        the next one that arrived.
+        the next one that arrived, with its own numbers and sizes if it returns numbers.
         """
         known = next(known for known in self.received if known >= unit)  # ascending
         if known == unit:
@@ -57,8 +58,11 @@ class StageRun:
         if known not in self.absent:
             self.absent[known] = map_tensors(absent_like, self.received[known])
         absent = self.absent[known]
-        if unit in self.numbers and self.templates[unit].num_tensors == self.templates[known].num_tensors:
-            absent = replace(self.templates[unit], unread=frozenset()).build(tensors_of(absent), self.numbers[unit])
+        if unit in self.told and self.templates[unit].num_tensors == self.templates[known].num_tensors:
+            template = replace(self.templates[unit], unread=frozenset())
+            shapes = template.shapes_in(self.told[unit])
+            tensors = [absent_like(one, shape) for one, shape in zip(tensors_of(absent), shapes, strict=True)]
+            absent = template.build(tensors, self.told[unit])
         # What the model writes to the outputs of several layers must not meet in one tensor.
         is_written = any((*self.templates[known].written, *self.templates[unit].written))
         return map_tensors(torch.Tensor.clone, absent) if is_written else absent

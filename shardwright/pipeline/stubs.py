@@ -5,7 +5,7 @@ go unnoticed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -66,11 +66,12 @@ def stub_call(name: str, module: nn.Module, known: bool, current: Callable[[], _
     return call_stub
 
 
-def absent_like(tensor: torch.Tensor) -> torch.Tensor:
+def absent_like(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
     """In the memory of one element, which nobody may write to. What is no floating number is known to all."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    return torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    nothing = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    return nothing.expand(tensor.shape if shape is None else tuple(shape))
 
 
 def _made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

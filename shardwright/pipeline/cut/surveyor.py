@@ -531,7 +531,8 @@ class _Surveyor:
     def _template(self, index: int, read: set[tuple[int, int]]) -> Template:
         tensors = self.passed_on[index]
         unread = frozenset(number for number in range(len(tensors)) if (index, number) not in read)
-        return Template(*self.others[index], tuple(map(self.flows.is_written, tensors)), unread)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        return Template(*self.others[index], tuple(map(self.flows.is_written, tensors)), unread, shapes)
 
     def _follow_state(self) -> bool:
         """What a forward leaves in buffers, and in other tensors that modules keep, the next one reads: there, too, who

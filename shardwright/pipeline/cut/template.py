@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...utils import pytree
 from ...utils.tensors import map_tensors
+from ..encoded_numbers import numbers_in
 from .unread import watched
 
 
@@ -21,6 +22,7 @@ class Template:
     others: tuple[Any, ...]  # non-tensor leaves; `TENSOR` marks the place of a tensor
     written: tuple[bool, ...]  # per tensor, whether the model writes to it later on
     unread: frozenset[int] = frozenset()  # numbers of the tensors that nothing reads, which get no gradient
+    shapes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)  # of the dry run's tensors
 
     def is_like(self, other: Template) -> bool:
         """Whether both are of the same structure. Numbers may be others."""
@@ -50,7 +52,7 @@ class Template:
                     "travel tensors and numbers, and other values must be the same for every batch: return a number "
                     "instead"
                 )
-        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found = tensors_in(leaves)
         # Zeros in place of no gradient would have optimizers decay what made them.
         return [leaf.detach() if number in self.unread else leaf for number, leaf in enumerate(found)]
 
@@ -74,10 +76,28 @@ class Template:
         written = iter(self.written)
         return map_tensors(lambda tensor: tensor.clone() if next(written, False) else tensor, output)
 
+    def told_of(self, output: Any, name: str) -> list[bool | int | float]:
+        """The numbers in `output`, and behind them the sizes of its tensors: a model that is told the height and width
+        of a map counts on tensors of that size, also where it reads nothing else of them.
+        """
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(pytree.tree_leaves(output))]
+        if list(map(len, shapes)) != list(map(len, self.shapes)):
+            raise ValueError(
+                f"{name} returns tensors of the shapes {shapes} where those of the dry run were {list(self.shapes)}, "
+                "so the next pipeline stage could not rebuild them; pass a batch like the real ones as example_inputs"
+            )
+        return [*numbers_in(output), *(size for shape in shapes for size in shape)]
+
+    def shapes_in(self, told: Sequence[bool | int | float]) -> list[list[int]]:
+        """Those of the tensors, of what `told_of` has told."""
+        sizes = iter(told[self.num_numbers :])
+        return [[int(next(sizes)) for _ in shape] for shape in self.shapes]
+
     @property
-    def numbers(self) -> list[bool | int | float]:
-        """Those of the dry run."""
-        return [other for other in self.others if isinstance(other, bool | int | float)]
+    def told(self) -> list[bool | int | float]:
+        """Of the dry run, what `told_of` tells of units that return numbers; of others nothing."""
+        numbers = [other for other in self.others if isinstance(other, bool | int | float)]
+        return [*numbers, *(size for shape in self.shapes for size in shape)] if numbers else []
 
     @property
     def num_tensors(self) -> int:
@@ -85,7 +105,11 @@ class Template:
 
     @property
     def num_numbers(self) -> int:
-        return len(self.numbers)
+        return sum(isinstance(other, bool | int | float) for other in self.others)
+
+
+def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _kind_of(leaf: Any) -> type:

@@ -100,7 +100,7 @@ class MessageShapes:
         if None in returned or (ENTRY in units and not run.entry):
             return None
         shapes = [*run.routers[:passed], *(shape for one in returned for shape in one or ())]
-        numbers = sum(survey.template(unit).num_numbers for unit in survey.numbered(start))
+        numbers = sum(len(survey.template(unit).told) for unit in survey.numbered(start))
         return (*shapes, (numbers, 2)) if numbers else tuple(shapes)
 
     def _run(self, microbatch: Batch) -> _Run | None:
