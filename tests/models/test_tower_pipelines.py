@@ -18,6 +18,8 @@ from shardwright.testing import run_ranks
 from shardwright.testing.compare import compare_models
 from shardwright.testing.exact import keep_float64
 from shardwright.testing.matrix.sizes import sizes_of
+from shardwright.testing.matrix.subject import Subject
+from shardwright.testing.matrix.subject import build as build_small
 
 NAME = "LlavaForConditionalGeneration"
 
@@ -78,3 +80,14 @@ def test_the_chain_follows_the_run(name: str, reads: tuple[int, ...]) -> None:
     assert set(reads) <= set(survey.boundary(5))
     with pytest.raises(ValueError, match="runs more often on this batch"):
         Towers(survey).check_again(survey.units[0].layer, 0, 3)
+
+
+def test_what_is_read_if_there_is_any_is_read() -> None:
+    """Evolla's text layers ask a mask of floating numbers, which no run without numbers knows, whether there is a
+    protein. Nothing else reads its encoder.
+    """
+    built = build_small(Subject("EvollaForProteinText2Text"))
+    survey = survey_model(built.model, example_inputs=built.batch)
+    last = max(number for number, unit in enumerate(survey.units) if "protein_encoder" in unit.layer)
+    assert not survey.templates[last].unread
+    assert last in survey.boundary(last + 2)

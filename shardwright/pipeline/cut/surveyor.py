@@ -73,12 +73,25 @@ def survey_model(
         if found and all(any(unit in one.units for one in found) for tower in chain.towers for unit in tower):
             break
     if found:
-        return _together(found)
+        return _together([*found, *(more for one in found if _is_in_vain(one) for more in _saying_yes(model, one))])
     raise ValueError(
         f"{type(model).__name__} could not be run on a guessed batch to learn where it can be cut "
         f"({'; '.join(dict.fromkeys(failures))}); pass example_inputs=, a batch like the real ones, to the plugin, or "
         "use pp_size=1"
     )
+
+
+def _is_in_vain(survey: Survey) -> bool:
+    """Whether a layer ran and nothing read what it returned: a condition on numbers kept the model from it, perhaps."""
+    return any(len(template.unread) == template.num_tensors > 0 for template in survey.templates[:-1])
+
+
+def _saying_yes(model: nn.Module, survey: Survey) -> list[Survey]:
+    """Of the same run, but that the model is answered yes where it asks whether there is anything to read."""
+    way = _Way(meta_copy, lambda copied, example, flows: run_dry(copied, example, truth=True, within=flows))
+    with suppress(Exception):  # the model's own code: there may be nothing
+        return [way.learn(model, [*survey.units], survey.example, training=True)]
+    return []
 
 
 def _may_tell_more(model: nn.Module, found: Sequence[Survey], example: Any) -> bool:
