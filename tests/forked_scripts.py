@@ -8,6 +8,7 @@ tests/examples and tests/ranks/test_demo.py show.
 from __future__ import annotations
 
 import atexit
+import multiprocessing.forkserver
 import os
 import runpy
 import sys
@@ -77,6 +78,9 @@ def run_script(script: Path, options: tuple[str, ...], cwd: Path, output: Path, 
     """What a forked process does: the script, as `python script options` would, and its end."""
     threading.Thread(target=end_with_caller, daemon=True).start()
     redirect_output(output)
+    # Ranks of its own it has from the server that it was forked from, which multiprocessing knows how to reach in here,
+    # but not to be running.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined, method-assign]
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)

@@ -11,15 +11,13 @@ pair=after are compared by tests/compat/test_migration.py.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from shardwright.cli.main import VERBS
-from tests.forked_scripts import environment, run_forked
+from tests.forked_scripts import run_forked
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,14 +48,6 @@ PYTHON = [block for block in blocks("python") if not {"after", "pair"} & set(blo
 def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.code)
-    if (
-        "run_ranks" in block.code or "run_cells" in block.code
-    ):  # a script that starts ranks by itself has a fork server of its own
-        done = subprocess.run(
-            [sys.executable, script], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110
-        )
-        assert done.returncode == 0, f"{block.where}\n{done.stdout}\n{done.stderr}"
-        return
     for ranks in map(int, block.options.get("torchrun", "1").split(",")):
         codes, printed = run_forked(ranks, script, cwd=tmp_path)
         assert codes == [0] * ranks, f"{block.where} on {ranks} rank(s)\n{printed}"
