@@ -22,7 +22,8 @@ from .sizes import PLACES
 from .subject import Built
 from .train import Result, train
 
-_READ_BY_KERNELS = ["out_proj", "conv1d", "dt_proj"]  # peft refuses the first two, and the last would have no effect
+_WITHOUT_EFFECT = "dt_proj"
+_READ_BY_KERNELS = ["out_proj", "conv1d", _WITHOUT_EFFECT]  # peft refuses the first two
 
 
 def xformers(built: Built, axis: Axis) -> Result:
@@ -36,8 +37,10 @@ def lora(built: Built, axis: Axis) -> Result:
     that peft refuses.
     """
     side = Side(axis, copy.deepcopy(built.model), built)
-    names = _outside_of_experts(built.model)
+    outside = _outside_of_experts(built.model)
+    names = [name for name in outside if name.rpartition(".")[2] != _WITHOUT_EFFECT]
     side.note = "adapters on linears outside of experts' blocks" if names else ""
+    side.note += " but dt_proj, whose weight the model reads past them" if len(names) < len(outside) else ""
     try:
         _add_adapters(side, names)
     except ValueError as error:
