@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.cluster import watchdog
+from shardwright.cluster import standing, watchdog
 from shardwright.cluster.failure import waits_in
 from shardwright.cluster.heart import OUTSIDE, Budgets, Heart
 from shardwright.cluster.heart import heart as shared_heart
 from shardwright.cluster.job import Job
 from shardwright.cluster.launch import _idle_limit, _step_limit
-from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with, collective_of
+from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with, collective_of, stand
 from shardwright.cluster.watch import Watch
 from shardwright.cluster.watchdog import is_excused, is_silent, verdict
 from shardwright.interface import OptimizerWrapper
@@ -57,6 +57,29 @@ def test_the_late_rank_is_named(standings: list[Standing], silent: list[int], la
     assert rank == late
     assert words in why
     assert Standing.from_json(standings[0].to_json()) == standings[0]
+
+
+@pytest.mark.parametrize("moves", [0, 1, 3, 100])
+def test_words_and_stack_are_of_one_moment(moves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank begins another call `moves` times just when it is looked at."""
+    watched, look, left = Heart(), standing.main_frames, [moves]
+
+    def looked_at() -> Any:
+        if left[0]:
+            left[0] -= 1
+            watched.leave()
+            watched.enter("Booster.save")
+        return look()
+
+    monkeypatch.setattr(standing, "heart", watched)
+    monkeypatch.setattr(standing, "main_frames", looked_at)
+    watched.enter("Booster.execute_pipeline")
+    found = stand(1, "dp=1")
+    assert found.moved == (moves == 100)
+    assert ("it went on while it was looked at" in found.line()) == found.moved
+    assert found.moved or found.doing == watched.words()
+    assert "looked_at" in found.stack
+    assert Standing.from_json(found.to_json()) == found
 
 
 def test_who_is_in_a_debugger_or_compiles_is_not_stuck() -> None:
