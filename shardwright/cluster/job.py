@@ -264,9 +264,9 @@ class Job:
         frames = failure_of(error, rank, "", "").frames if error is not None and kind == LEFT else ()
         return Failure(rank, self.rank, place, doing, kind, what, frames, "", time.time())
 
-    def find_dead(self) -> Failure | None:
-        """The record of a rank on this machine that has died, published, if there is one."""
-        for rank in self.local_ranks:
+    def find_dead(self, ranks: Iterable[int] = ()) -> Failure | None:
+        """The record of a rank on this machine that has died, published, if there is one. Without `ranks`: of any."""
+        for rank in ranks or self.local_ranks:
             if rank != self.rank and self.ask(f"left/{rank}") is None and self._has_died_here(rank):
                 return self.first(self._about(rank, DIED, "died without a word (killed?)", ""))
         return None

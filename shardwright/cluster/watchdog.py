@@ -143,14 +143,16 @@ def _inquire(job: Job, took: float, unheard: dict[int, str | None]) -> None:
         return
     told = [job.ask(f"standing/{inquiry.number}/{rank}") for rank in range(job.world_size)]
     standings = {rank: Standing.from_json(text) for rank, text in enumerate(told) if text is not None}
+    silent = [rank for rank in range(job.world_size) if rank not in standings]
+    dead = job.find_dead(silent) if silent else None
     excused = is_excused(standings, learned=isinstance(heart.budgets.given, str))
     if heart.budgets.of_silence(call) is not None and not _is_silent_still(job, standings, unheard):
         excused = True
-    if excused:
+    if excused and dead is None:
         heart.excuse(heart.since, time.monotonic())  # the budget anew
         _close(job, inquiry)
         return
-    failure = job.first(_failure(job, {job.rank: mine, **standings}, _said(call, took), call))
+    failure = dead or job.first(_failure(job, {job.rank: mine, **standings}, _said(call, took), call))
     job.announce("ended")
     if failure.kind == STALLED:
         kill_stopped(job, [failure.rank])
@@ -190,9 +192,10 @@ def _failure(job: Job, standings: Mapping[int, Standing], took: str, call: str) 
         why += f"; it was last seen in {words}" if words else ""
     lines = [standing.line() for _, standing in sorted(standings.items())]
     lines += [f"rank {rank} ({job.ask(f'place/{rank}') or 'no place yet'}) does not answer" for rank in silent]
+    needs = "steps that need" if heart.budgets.of(call) is not None else "what keeps ranks silent for"
     summary = (
         f"{took} on rank {job.rank}; its budget is {heart.budgets.why(call)}. Look at what rank {late} was doing; "
-        + ("steps that need longer: launch(step_timeout=seconds)" if call else "what needs longer: a larger one")
+        + (f"{needs} longer: launch(step_timeout=seconds)" if call else "what needs longer: a larger one")
     )
     found = standings.get(late)
     return Failure(

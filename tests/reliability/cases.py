@@ -90,6 +90,15 @@ CASES = [
         "SIGSTOP in boost, which may take as long as it takes: twice a step's budget without a sign of life",
         seconds=BOOST,
     ),
+    Case(
+        "kill in boost",
+        "pp2",
+        1,
+        (RAISED, KILLED),
+        "died without a word (killed?)",
+        "SIGKILL in boost, where the others wait for it in the job's store",
+        seconds=BOOST,
+    ),
     *(
         Case(
             "stop in save",

@@ -192,8 +192,9 @@ def main() -> None:
     booster = Booster(plugin=plugin, on_nan="stop", check_replicas=1, detect_anomaly=names)
     model, batch_of = model_and_batch()
     rate = 0.02 if is_culprit and fault == "argument" else 0.01
-    if is_culprit and fault == "stop in boost":
-        type(plugin).lay_out = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    if is_culprit and fault in ("stop in boost", "kill in boost"):
+        number = signal.SIGKILL if "kill" in fault else signal.SIGSTOP
+        type(plugin).lay_out = lambda *_: os.kill(os.getpid(), number)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=rate))
     count, place = plugin.data_parallel
 
