@@ -138,6 +138,7 @@ class Booster(metaclass=ExplainedArguments):
         )
 
     @explained({"dataloader_train": "it is called dataloader here", "scheduler": "it is called lr_scheduler here"})
+    @job.heeds_failures
     def boost(
         self,
         model: nn.Module,
@@ -401,6 +402,7 @@ class Booster(metaclass=ExplainedArguments):
         """
         return self._checkpoints.load(path_or_run_dir, model, optimizer, lr_scheduler, dataloader, verify)
 
+    @job.heeds_failures
     def wait(self) -> None:
         """Until the last asynchronous save is on disk; raises what went wrong there."""
         self._checkpoints.wait()

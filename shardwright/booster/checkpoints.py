@@ -22,6 +22,7 @@ from ..checkpoint.load import find, load, load_lr_scheduler
 from ..checkpoint.position import Position
 from ..checkpoint.roll_call import roll_call
 from ..checkpoint.save import Contents, collect, save
+from ..cluster import job
 from ..interface import ModelWrapper, OptimizerWrapper
 from ..logging import get_dist_logger
 from ..plugins.base import Plugin
@@ -137,6 +138,7 @@ class Checkpoints:
             optimizer.loss_guard.go_on_behind(found["step"])
         return found
 
+    @job.heeds_failures_alone
     def save_model(
         self,
         model: nn.Module,
@@ -178,6 +180,7 @@ class Checkpoints:
                 ranks=[0],
             )
 
+    @job.heeds_failures_alone
     def load_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> LoadReport:
         """The whole model's state dict, which every rank has."""
         self.wait()

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..cluster.job import is_running
+from ..cluster.processes import is_running
 from ..logging import get_dist_logger
 from .agreement import Agreement, attempt
 

@@ -195,11 +195,17 @@ def condense(frames: list[traceback.FrameSummary], limit: int = FRAMES) -> tuple
 
 def main_stack() -> tuple[bool, tuple[str, ...]]:
     """What the main thread of this process is doing: (whether it waits for other ranks, condensed frames)."""
+    frame, stack = main_frames()
+    return frame is not None and waits_in(frame), condense(stack)
+
+
+def main_frames() -> tuple[FrameType | None, list[traceback.FrameSummary]]:
+    """(innermost frame, all of them) of the main thread, or of the one that runs for it."""
     frame, stack = _stack_of(threading.main_thread())
     if _waits_for_its_turn(frame):  # the other one of two runs
         others = [_stack_of(thread) for thread in threading.enumerate() if thread.name == BACKWARD_THREAD]
         frame, stack = next((each for each in others if not _waits_for_its_turn(each[0])), (frame, stack))
-    return frame is not None and waits_in(frame), condense(stack)
+    return frame, stack
 
 
 def waits_in(frame: FrameType) -> bool:

@@ -21,7 +21,12 @@ _REMEMBERED = 50  # calls of a kind
 _ENOUGH = 5  # calls of a kind, from which a budget is learned
 OUTSIDE = "code outside of shardwright"  # what a rank is in between two calls
 # Calls that training repeats. How long saving or loading takes follows from disks.
-STEPS = ("execute_pipeline", "backward", "step", "forward")
+STEPS = (
+    *("execute_pipeline", "backward", "step", "forward"),
+    *("clip_grad_by_norm", "clip_grad_by_value", "get_grad_norm"),
+    "compare",  # the first batches, in front of a forward
+)
+_BEFORE = ("boost",)  # calls behind which a script still prepares, so that what is between two does not begin there
 
 
 class Budgets:
@@ -52,11 +57,22 @@ class Budgets:
         took = self._took.get(call, ())
         return max(self.least, FACTOR * max(took)) if len(took) >= _ENOUGH else None
 
+    def of_silence(self, call: str) -> float | None:
+        """Seconds in which a rank must give a sign of life while others are in a call that may take as long as it
+        takes; None for ever, and for calls that have a budget.
+        """
+        if not call or call.rpartition(".")[2] in STEPS or self.given is None:
+            return None
+        return self.least if isinstance(self.given, str) else self.given
+
     def why(self, call: str) -> str:
         """The budget of a call and where it comes from, for messages. `call` is "" between two."""
         if not call:
             return f"{self.idle:g} s, as launch(idle_timeout=...) says"
-        seconds = self.of(call)
+        seconds, silence = self.of(call), self.of_silence(call)
+        if silence is not None:
+            how = "9/10 of launch(timeout=...)" if isinstance(self.given, str) else "launch(step_timeout=...)"
+            return f"its own, but no rank may be silent for {silence:g} s in it, as {how} says"
         if seconds is None:
             return "not known"
         if not isinstance(self.given, str):
@@ -89,6 +105,7 @@ class Heart:
         self.number = 0
         self.action: Action | None = None
         self.bucket: int | None = None
+        self._before = math.inf  # `since` of what was there before the call
         self.budgets = Budgets()
         self._counts: dict[str, int] = {}
 
@@ -98,6 +115,7 @@ class Heart:
         return not self.call
 
     def enter(self, call: str) -> None:
+        self._before = self.since
         self.since = time.monotonic()
         self.call = call
         self.number += 1
@@ -106,7 +124,8 @@ class Heart:
 
     def leave(self, completed: bool = True) -> None:
         call, began, now = self.call, self.since, time.monotonic()
-        self.since = now  # first: who reads in between must not take the call's time for that behind it
+        # first: who reads in between must not take the call's time for that behind it
+        self.since = max(now, self._before) if call.rpartition(".")[2] in _BEFORE else now
         self.call = ""
         if completed and call:
             self.budgets.note(call, now - began)
@@ -126,9 +145,11 @@ class Heart:
             self.since = time.monotonic()
 
     def overdue(self) -> float | None:
-        """Seconds that the call has run, or that there has been none, if these are more than the budget."""
+        """Seconds that the call has run, or that there has been none, if these are more than the budget: than that of
+        silence where it has none of its own.
+        """
         call, since = self.call, self.since
-        budget = self.budgets.of(call) if call else self.budgets.idle
+        budget = (self.budgets.of(call) or self.budgets.of_silence(call)) if call else self.budgets.idle
         took = time.monotonic() - since
         return took if budget is not None and took > budget else None
 

@@ -37,6 +37,7 @@ from . import groups
 from .errors import BrokenJobError, JobError, without_store
 from .failure import ADVICE, DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
 from .heart import heart
+from .processes import is_running
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -263,9 +264,9 @@ class Job:
         frames = failure_of(error, rank, "", "").frames if error is not None and kind == LEFT else ()
         return Failure(rank, self.rank, place, doing, kind, what, frames, "", time.time())
 
-    def find_dead(self) -> Failure | None:
-        """The record of a rank on this machine that has died, published, if there is one."""
-        for rank in self.local_ranks:
+    def find_dead(self, ranks: Iterable[int] = ()) -> Failure | None:
+        """The record of a rank on this machine that has died, published, if there is one. Without `ranks`: of any."""
+        for rank in ranks or self.local_ranks:
             if rank != self.rank and self.ask(f"left/{rank}") is None and self._has_died_here(rank):
                 return self.first(self._about(rank, DIED, "died without a word (killed?)", ""))
         return None
@@ -490,6 +491,17 @@ def heeds_failures(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def heeds_failures_alone(function: Callable[P, R]) -> Callable[P, R]:
+    """`heeds_failures` where the call is the script's own: within another one, that one heeds them."""
+    heeding = heeds_failures(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return heeding(*args, **kwargs) if heart.is_idle else function(*args, **kwargs)
+
+    return call
+
+
 def begin_update() -> None:
     """From here to the end of the optimizer's step weights change: a failure in between leaves them half old and
     half new.
@@ -580,17 +592,6 @@ def _tell_all(job: Job, error: Exception, where: str, doing: str) -> None:
         raise JobError(f"{failure.condensed()}\nrank {job.rank} stopped in {where} because of it") from (
             None if is_lost_connection(error) else error
         )
-
-
-def is_running(host: str, pid: int) -> bool:
-    """Whether a process of this machine runs, and does not only wait to be buried."""
-    if host != socket.gethostname():
-        return False
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError as error:
-        return not isinstance(error, FileNotFoundError)
 
 
 def _local_ranks(rank: int, world_size: int) -> list[int]:

@@ -8,8 +8,6 @@ for them while training runs.
 from __future__ import annotations
 
 import json
-import sys
-import threading
 import traceback
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import groups
-from .failure import collective_operator, main_stack
+from .failure import collective_operator, condense, main_frames, waits_in
 from .heart import heart
 
 _LONGEST = 8000  # characters of a stack
@@ -28,6 +26,7 @@ _BUSY = {
     DEBUGGER: ("/bdb.py", "/pydevd.py", "/pydevd_frame.py"),
     COMPILATION: ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py"),
 }
+_LOOKS = 5  # at a thread that goes on meanwhile
 _TENSORS = 3  # named of a collective
 _LOCALS = ("tensor", "output_tensor", "input_tensor", "output", "input", "tensor_list", "output_tensor_list", "object")
 _KEPT = ("_keep", "_tensors", "_buffers")  # attributes of what is in flight: the tensors that it reads or fills
@@ -44,6 +43,7 @@ class Standing:
     groups        by the ranks that each group joins: collectives that this rank has called there
     frames        condensed stack of the main thread, outermost first; `stack` is all of it
     busy          what takes long and is no fault: "a debugger", "a compilation", else ""
+    moved         whether it went on while it was looked at, so that its stack may be behind what it is said to be in
     """
 
     rank: int
@@ -56,6 +56,7 @@ class Standing:
     frames: tuple[str, ...]
     stack: str
     busy: str = ""
+    moved: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -73,7 +74,8 @@ class Standing:
         """One line: who, in what, where."""
         how = f"waits in {self.collective}" if self.collective else "waits" if self.waits else "works"
         at = f", at {self.frames[-2 if self.waits and len(self.frames) > 1 else -1]}" if self.frames else ""
-        return f"{self.who} {how}, in {self.doing}{at}"
+        went_on = " (it went on while it was looked at)" if self.moved else ""
+        return f"{self.who} {how}, in {self.doing}{at}{went_on}"
 
     def whole(self) -> str:
         counts = "; ".join(f"{count} over ranks {ranks}" for ranks, count in self.groups.items())
@@ -81,21 +83,35 @@ class Standing:
 
 
 def stand(rank: int, place: str) -> Standing:
-    waits, frames = main_stack()
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    """Words and stack of one moment where they can be had: looked at again while the notes change in between."""
+    for _ in range(_LOOKS):
+        doing, number, called = notes = _notes()
+        frame, frames = main_frames()
+        waits = frame is not None and waits_in(frame)
+        collective, busy = collective_of(frame) if waits else "", busy_with(frame)
+        moved = _notes() != notes
+        if not moved:
+            break
+    del frame  # and what it holds
+    stack = "".join(traceback.format_list(frames))
     return Standing(
         rank,
         place,
-        heart.words(),
-        heart.number,
+        doing,
+        number,
         waits,
-        collective_of(frame) if waits else "",
-        sequence_numbers(),
-        frames,
+        collective,
+        called,
+        condense(frames),
         stack if len(stack) <= _LONGEST else "  [...]\n" + stack[-_LONGEST:],
-        busy_with(frame),
+        busy,
+        moved,
     )
+
+
+def _notes() -> tuple[str, int, dict[str, int]]:
+    """What changes when a rank goes on: its words, the number of its calls, those of its collectives."""
+    return heart.words(), heart.number, sequence_numbers()
 
 
 def busy_with(frame: FrameType | None) -> str:

@@ -11,16 +11,8 @@ import socket
 import time
 from collections.abc import Iterable
 
-from .job import Job, is_running
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine has been stopped by a signal."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
+from .job import Job
+from .processes import is_running, is_stopped
 
 
 def kill_if_stopped(host: str, pid: int) -> bool:

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from . import ending
 from .failure import STALLED, Failure
 from .heart import heart
-from .job import POLL, Job, is_running
+from .job import POLL, Job
+from .processes import is_running
 from .stopped import kill_stopped
 from .watchdog import answer, last_inquiry
 

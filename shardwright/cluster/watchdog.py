@@ -12,6 +12,9 @@ an exit code of its own.
 One rank inquires at a time. Others whose calls are overdue as well answer like everybody, and wait for what comes of
 it; they inquire next if the job has not ended, or if the one that did is gone.
 
+Calls that no step is made of, such as saving, may take as long as disks do. There a rank is late that has not answered
+two inquiries in turn, and has given no sign of life in between.
+
 Where the store does not answer, because the rank that serves it is stopped, each rank says so for itself and ends: from
 a call that is overdue, and from whatever else waits for other ranks, since who asks such a store waits for ever.
 """
@@ -29,9 +32,10 @@ from . import groups
 from .ending import leave_alone
 from .failure import LEFT, STALLED, Failure, main_stack
 from .heart import OUTSIDE, heart
-from .job import POLL, Job, is_running
+from .job import POLL, Job
+from .processes import is_running, is_stopped
 from .standing import COMPILATION, DEBUGGER, Standing, stand
-from .stopped import is_stopped, kill_if_stopped, kill_stopped
+from .stopped import kill_if_stopped, kill_stopped
 
 _ANSWERS = 3.0  # seconds for all ranks to say where they stand
 _DEALING = 1.0  # seconds more for who has asked to make something of it
@@ -49,6 +53,7 @@ class Watchdog(threading.Thread):
         super().__init__(name="shardwright-watchdog", daemon=True)
         self._job, self._asked_since = job, asked_since
         self._done = threading.Event()
+        self._unheard: dict[int, str | None] = {}  # ranks that have not answered the last inquiry, with their last beat
 
     def stop(self) -> None:
         self._done.set()
@@ -71,7 +76,7 @@ class Watchdog(threading.Thread):
             if took is None or self._job.failure is not None or (self._job.ending and not heart.call):
                 continue
             number = heart.number
-            inquiry = threading.Thread(target=_inquire, args=(self._job, took), daemon=True)
+            inquiry = threading.Thread(target=_inquire, args=(self._job, took, self._unheard), daemon=True)
             inquiry.start()
             inquiry.join(_STORE)
             is_lost = inquiry.is_alive() or not self._job.has_store
@@ -122,8 +127,8 @@ def elect(job: Job) -> Inquiry | None:
     return mine if job.replace(_INQUIRY, str(last) if last.number else "", str(mine)) else None
 
 
-def _inquire(job: Job, took: float) -> None:
-    """End the job unless it has gone on meanwhile."""
+def _inquire(job: Job, took: float, unheard: dict[int, str | None]) -> None:
+    """End the job unless it has gone on meanwhile. `unheard` are those who did not answer the last inquiry."""
     call, number = heart.call, heart.number
     inquiry = elect(job)
     if inquiry is None or heart.number != number:
@@ -138,15 +143,32 @@ def _inquire(job: Job, took: float) -> None:
         return
     told = [job.ask(f"standing/{inquiry.number}/{rank}") for rank in range(job.world_size)]
     standings = {rank: Standing.from_json(text) for rank, text in enumerate(told) if text is not None}
-    if is_excused(standings, learned=isinstance(heart.budgets.given, str)):
+    silent = [rank for rank in range(job.world_size) if rank not in standings]
+    dead = job.find_dead(silent) if silent else None
+    excused = is_excused(standings, learned=isinstance(heart.budgets.given, str))
+    if heart.budgets.of_silence(call) is not None and not _is_silent_still(job, standings, unheard):
+        excused = True
+    if excused and dead is None:
         heart.excuse(heart.since, time.monotonic())  # the budget anew
         _close(job, inquiry)
         return
-    failure = job.first(_failure(job, {job.rank: mine, **standings}, _said(call, took), call))
+    failure = dead or job.first(_failure(job, {job.rank: mine, **standings}, _said(call, took), call))
     job.announce("ended")
     if failure.kind == STALLED:
         kill_stopped(job, [failure.rank])
     job.learn(failure)
+
+
+def _is_silent_still(job: Job, standings: Mapping[int, Standing], unheard: dict[int, str | None]) -> bool:
+    """Whether a rank has not answered, nor written a sign of life since the inquiry before, which it did not answer
+    either.
+    """
+    before = dict(unheard)
+    unheard.clear()
+    for rank in range(job.world_size):
+        if rank not in standings and job.ask(f"left/{rank}") is None:
+            unheard[rank] = job.ask(f"beat/{rank}")
+    return any(rank in before and before[rank] == beat for rank, beat in unheard.items())
 
 
 def _close(job: Job, mine: Inquiry) -> None:
@@ -170,9 +192,10 @@ def _failure(job: Job, standings: Mapping[int, Standing], took: str, call: str) 
         why += f"; it was last seen in {words}" if words else ""
     lines = [standing.line() for _, standing in sorted(standings.items())]
     lines += [f"rank {rank} ({job.ask(f'place/{rank}') or 'no place yet'}) does not answer" for rank in silent]
+    needs = "steps that need" if heart.budgets.of(call) is not None else "what keeps ranks silent for"
     summary = (
         f"{took} on rank {job.rank}; its budget is {heart.budgets.why(call)}. Look at what rank {late} was doing; "
-        + ("steps that need longer: launch(step_timeout=seconds)" if call else "what needs longer: a larger one")
+        + (f"{needs} longer: launch(step_timeout=seconds)" if call else "what needs longer: a larger one")
     )
     found = standings.get(late)
     return Failure(

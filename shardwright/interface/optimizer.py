@@ -31,6 +31,10 @@ NO_COPY = (
 )
 
 
+# What ranks wait for each other in when a script calls it by itself; within a step it is a part of that.
+_TOGETHER = ("backward", "clip_grad_by_norm", "clip_grad_by_value", "get_grad_norm")
+
+
 class LossScaler(Protocol):
     """What checkpoints keep of a loss scale, and whether overflows can be its fault."""
 
@@ -93,6 +97,11 @@ class OptimizerWrapper(Optimizer):
         self._norm_type = 2.0  # of `_grad_norm`
         self.is_stepping = False  # whether the wrapped optimizer steps because this one does
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls).keys() & set(_TOGETHER):
+            setattr(cls, name, job.heeds_failures_alone(vars(cls)[name]))
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.optim.param_groups
@@ -112,6 +121,7 @@ class OptimizerWrapper(Optimizer):
     def parameters(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
+    @job.heeds_failures_alone
     def backward(
         self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
     ) -> None:
@@ -188,6 +198,7 @@ class OptimizerWrapper(Optimizer):
             self.loss_guard.drop()
         self.optim.zero_grad(set_to_none=set_to_none)
 
+    @job.heeds_failures_alone
     @labelled("optimizer: clip")
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -201,6 +212,7 @@ class OptimizerWrapper(Optimizer):
         self._grad_norm, self._norm_type = _whole(norm), norm_type
         return self._grad_norm
 
+    @job.heeds_failures_alone
     def clip_grad_by_value(self, clip_value: float) -> None:
         if self._inner is not None:
             self._inner.clip_grad_by_value(clip_value)
@@ -208,6 +220,7 @@ class OptimizerWrapper(Optimizer):
         for grad in gradients(self.parameters()):
             local_tensor(grad).clamp_(-clip_value, clip_value)
 
+    @job.heeds_failures_alone
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
         """The global norm before clipping: that of the last clipped step, else of the gradients as they are. None
         without gradients.

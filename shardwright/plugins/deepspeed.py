@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.position import Position
+from ..cluster import job
 from ..interface import ModelWrapper, OptimizerWrapper
 from .base import Plugin, require_process_group
 
@@ -67,6 +68,7 @@ class DeepSpeedOptimizer(OptimizerWrapper):
             "HybridParallelPlugin for pipelines"
         )
 
+    @job.heeds_failures
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The engine's step: with gradient_accumulation_steps > 1 in the config it acts on every so-manieth call
         only.

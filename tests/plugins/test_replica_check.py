@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -39,11 +40,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _train(layout: str, disturb: Any, tied: bool = False) -> str:
+def _train(layout: str, disturb: Any, tied: bool = False, frozen: str = "") -> str:
     """What is said of two steps, of which `disturb(model, optimizer)` follows the first; looked at after each."""
     plugin = LAYOUTS[layout]()
     booster = Booster(plugin=plugin, check_replicas=1)
     model: nn.Module = zoo.build(NAME, num_hidden_layers=2, tie_word_embeddings=tied)
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     count, place = plugin.data_parallel
     try:
@@ -67,6 +70,12 @@ def _edited(model: nn.Module, name: str) -> None:
         dict(model.named_parameters())[name].view(-1)[3] += 0.5
 
 
+def _swapped(model: nn.Module, name: str) -> None:
+    weight = dict(model.named_parameters())[name]
+    with torch.no_grad():
+        weight[[2, 5]] = weight[[5, 2]]
+
+
 def _disturbed(rank: int, world: int) -> dict[str, str]:
     def rate(_: nn.Module, optimizer: Any) -> None:
         optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank)
@@ -76,6 +85,7 @@ def _disturbed(rank: int, world: int) -> dict[str, str]:
         "dp": _train("ddp", lambda model, _: _edited(model, query) if rank == 1 else None),
         "tp": _train("tp2", lambda model, _: _edited(model, norm) if rank == 1 else None),
         "lr": _train("zero1", rate),
+        "frozen": _train("ddp", lambda model, _: _swapped(model, query) if rank == 1 else None, frozen=query),
         "well": _train("sp", lambda *_: None) + _train("pp2", lambda *_: None, tied=True),
     }
 
@@ -88,6 +98,8 @@ def test_what_differs_is_named_on_all_ranks() -> None:
         assert "model.layers.1.input_layernorm.weight on rank 0" in told["tp"]
         assert "tp 1)" in told["tp"]
         assert "; and" not in told["tp"]
+        assert "differ that must hold the same: model.layers.0.self_attn.q_proj.weight on rank 0" in told["frozen"]
+        assert "after step 1 " in told["frozen"]
         assert "['lr'] is 0.01 on rank 0 (dp 0" in told["lr"]
         assert "0.02 on rank 1" in told["lr"]
         assert told["well"] == ""
@@ -223,14 +235,38 @@ def test_what_is_no_fault_ends_nothing() -> None:
     assert second == [every, [1, 2, 3]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8])
+FORMATS = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_sums_are_those_of_the_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randint(-8, 8, (5, 7)).to(dtype).t()
-    whole = replica_check._sums(tensor)
-    monkeypatch.setattr(replica_check, "_PIECE", 8)
-    assert all(torch.equal(sums, pieces) for sums, pieces in zip(whole, replica_check._sums(tensor), strict=True))
+    whole = replica_check._sums(tensor, {})
+    monkeypatch.setattr(replica_check, "_PIECE_OF_CPU", 8)
+    pieces = replica_check._sums(tensor, {})
+    assert torch.equal(whole[1], pieces[1])
+    assert torch.equal(pieces[0], replica_check._sums(tensor.clone(), {})[0])
     plain = torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
     assert whole[1].tolist() == [plain.sum(), plain.abs().sum()]
+
+
+@pytest.mark.parametrize("piece", [8, 2**16])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_bits_tell_what_lies_elsewhere(dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, numbers and signs that are swapped, within a piece and between two, leave plain sums as they were."""
+    monkeypatch.setattr(replica_check, "_PIECE_OF_CPU", piece)
+    tensor = torch.arange(1, 61).view(6, 10)
+    tensor = (tensor % 3 == 0 if dtype == torch.bool else tensor.where(tensor % 4 > 0, -tensor)).to(dtype)
+    plain = tensor.to(torch.complex64 if dtype.is_complex else torch.float64)  # 8-bit numbers have no minus
+    negative, tensors = (-plain).to(dtype), [tensor, tensor[[0, 4, 2, 3, 1, 5]]]
+    for pair in itertools.combinations(range(60), 2):
+        for values in (tensor.view(-1)[list(pair[::-1])], negative.view(-1)[list(pair)]):
+            changed = tensor.clone()
+            changed.view(-1)[list(pair)] = values
+            tensors.append(changed)
+    places: dict[torch.device, torch.Tensor] = {}
+    sums = {int(replica_check._sums(each, places)[0]) for each in tensors}
+    assert len(sums) == len({bytes(each.contiguous().view(torch.uint8).numpy()) for each in tensors})
 
 
 def _well(rank: int, world: int, layout: str) -> list[str]:

@@ -45,7 +45,7 @@ class Case:
 
 def _stalled(fault: str, layout: str, rank: int, words: str, happens: str) -> Case:
     codes = [STALLED, STALLED]
-    if fault in ("stop", "deaf"):
+    if fault.startswith(("stop", "deaf")):
         codes[rank] = KILLED
     return Case(fault, layout, rank, tuple(codes), words, happens)
 
@@ -68,18 +68,61 @@ CASES = [
         "zero2",
         0,
         (KILLED, STALLED),
-        "it waits, in code outside of shardwright, and has heard nothing for",
-        "SIGSTOP to the rank that serves the store before the first step, which no budget is for",
+        "it waits, in FirstStep.compare (1), and has heard nothing for",
+        "SIGSTOP to the rank that serves the store before the first step",
         seconds=BOOST,
     ),
     Case(
         "stop first",
         "zero2",
         1,
-        (RAISED, KILLED),
-        "timeout: rank 1 did not come",
-        "SIGSTOP before the first step, which no budget is for: the job's timeout",
+        (STALLED, KILLED),
+        "FirstStep.compare had taken",
+        "SIGSTOP before the first step",
         seconds=BOOST,
+    ),
+    Case(
+        "stop in boost",
+        "tp2",
+        1,
+        (STALLED, KILLED),
+        "Booster.boost had taken",
+        "SIGSTOP in boost, which may take as long as it takes: twice a step's budget without a sign of life",
+        seconds=BOOST,
+    ),
+    Case(
+        "kill in boost",
+        "pp2",
+        1,
+        (RAISED, KILLED),
+        "died without a word (killed?)",
+        "SIGKILL in boost, where the others wait for it in the job's store",
+        seconds=BOOST,
+    ),
+    *(
+        Case(
+            "stop in save",
+            layout,
+            1,
+            (STALLED, KILLED),
+            "held the job up: it gives no sign of life",
+            "SIGSTOP in the middle of a save: twice a step's budget without a sign of life",
+            seconds=2 * LIMIT + 13,
+        )
+        for layout in ("pp2", "zero2")
+    ),
+    *(
+        _stalled(
+            fault,
+            layout,
+            1,
+            "clip_grad_by_norm had taken",
+            f"{happens} where the others clip gradients by themselves",
+        )
+        for fault, layout, happens in (
+            ("stop before clip", "zero2", "SIGSTOP"),
+            ("sleep before clip", "tp2", "waits in its own code"),
+        )
     ),
     *(
         _stalled(

@@ -157,6 +157,8 @@ def broken_disk(fault: str) -> None:
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
                 case "kill in save":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "stop in save":
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 case "terminate in save":
                     os.kill(os.getpid(), signal.SIGTERM)
                 case "slow disk":
@@ -190,6 +192,9 @@ def main() -> None:
     booster = Booster(plugin=plugin, on_nan="stop", check_replicas=1, detect_anomaly=names)
     model, batch_of = model_and_batch()
     rate = 0.02 if is_culprit and fault == "argument" else 0.01
+    if is_culprit and fault in ("stop in boost", "kill in boost"):
+        number = signal.SIGKILL if "kill" in fault else signal.SIGSTOP
+        type(plugin).lay_out = lambda *_: os.kill(os.getpid(), number)
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=rate))
     count, place = plugin.data_parallel
 
@@ -227,6 +232,10 @@ def main() -> None:
             booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
         else:
             booster.backward(model(**batch).loss, optimizer)
+        if fault.endswith("clip"):
+            if is_culprit and step == when:
+                commit(fault.split()[0], model, optimizer)
+            optimizer.clip_grad_by_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step >= 3 and ("disk" in fault or "save" in fault or "damage" in fault):

@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.cluster import watchdog
+from shardwright.cluster import standing, watchdog
 from shardwright.cluster.failure import waits_in
 from shardwright.cluster.heart import OUTSIDE, Budgets, Heart
+from shardwright.cluster.heart import heart as shared_heart
 from shardwright.cluster.job import Job
 from shardwright.cluster.launch import _idle_limit, _step_limit
-from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with, collective_of
+from shardwright.cluster.standing import COMPILATION, DEBUGGER, Standing, busy_with, collective_of, stand
 from shardwright.cluster.watch import Watch
 from shardwright.cluster.watchdog import is_excused, is_silent, verdict
+from shardwright.interface import OptimizerWrapper
 
 
 def at(rank: int, waits: bool = True, number: int = 7, **groups: int) -> Standing:
@@ -55,6 +57,29 @@ def test_the_late_rank_is_named(standings: list[Standing], silent: list[int], la
     assert rank == late
     assert words in why
     assert Standing.from_json(standings[0].to_json()) == standings[0]
+
+
+@pytest.mark.parametrize("moves", [0, 1, 3, 100])
+def test_words_and_stack_are_of_one_moment(moves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank begins another call `moves` times just when it is looked at."""
+    watched, look, left = Heart(), standing.main_frames, [moves]
+
+    def looked_at() -> Any:
+        if left[0]:
+            left[0] -= 1
+            watched.leave()
+            watched.enter("Booster.save")
+        return look()
+
+    monkeypatch.setattr(standing, "heart", watched)
+    monkeypatch.setattr(standing, "main_frames", looked_at)
+    watched.enter("Booster.execute_pipeline")
+    found = stand(1, "dp=1")
+    assert found.moved == (moves == 100)
+    assert ("it went on while it was looked at" in found.line()) == found.moved
+    assert found.moved or found.doing == watched.words()
+    assert "looked_at" in found.stack
+    assert Standing.from_json(found.to_json()) == found
 
 
 def test_who_is_in_a_debugger_or_compiles_is_not_stuck() -> None:
@@ -150,6 +175,10 @@ def test_budgets_are_learned_from_steps_alone() -> None:
     assert budgets.of("Booster.execute_pipeline") == 210.0
     assert budgets.of("OptimizerWrapper.step") == 180.0
     assert budgets.of("Booster.save") is None
+    assert [budgets.of_silence(call) for call in ("Booster.save", "OptimizerWrapper.step", "")] == [180.0, None, None]
+    assert "no rank may be silent for 180 s in it, as 9/10 of launch(timeout=...)" in budgets.why("Booster.save")
+    assert Budgets(5).of_silence("Booster.save") == 5
+    assert Budgets(None).of_silence("Booster.save") is None
     assert Budgets(5).of("Model.forward") == 5
     assert Budgets(None).of("Model.forward") is None
 
@@ -174,12 +203,66 @@ def test_calls_inside_of_calls_are_one() -> None:
     assert heart.words() == "code outside of shardwright"
 
 
+class _Store:
+    """What a job's keys hold."""
+
+    world_size = 3
+
+    def __init__(self) -> None:
+        self.told: dict[str, str] = {}
+
+    def ask(self, name: str) -> str | None:
+        return self.told.get(name)
+
+
+def test_who_is_late_in_a_call_that_may_take_long_is_silent_twice() -> None:
+    job, unheard = _Store(), dict[int, str | None]()
+
+    def is_silent_still(*answered: int) -> bool:
+        standings = {rank: at(rank) for rank in answered}
+        return watchdog._is_silent_still(cast("Job", job), standings, unheard)
+
+    job.told["beat/1"] = "7 0 in Booster.save (1)"
+    assert not is_silent_still(0, 2)
+    assert is_silent_still(0, 2)
+    job.told["beat/1"] = "8 0 in Booster.save (1)"  # it wrote for long without letting go of Python's lock
+    assert not is_silent_still(0, 2)
+    assert not is_silent_still(0, 1)  # now rank 2
+    assert is_silent_still(0, 1)
+    assert not is_silent_still(0, 1, 2)
+    job.told["left/1"] = "its script had ended"  # while another writes on
+    assert not is_silent_still(0, 2)
+    assert not is_silent_still(0, 2)
+
+
+def test_an_optimizers_calls_are_timed_whoever_overrides_them() -> None:
+    seen = []
+
+    class Own(OptimizerWrapper):
+        def clip_grad_by_value(self, clip_value: float) -> None:
+            seen.append(shared_heart.call)
+            super().clip_grad_by_value(clip_value)
+
+        def _take_step(self) -> None:
+            self.clip_grad_by_value(1.0)
+
+    optimizer = Own(torch.optim.SGD([torch.ones(2, requires_grad=True)]))
+    optimizer.clip_grad_by_value(1.0)
+    optimizer.step()
+    assert [call.rpartition(".")[2] for call in seen] == ["clip_grad_by_value", "step"]
+    assert Budgets(5).of(seen[0]) == 5
+
+
 def test_the_time_between_calls_has_a_budget_of_its_own() -> None:
     heart = Heart()
     heart.budgets = Budgets(None)
     heart.budgets.idle = 1e-9
     assert heart.overdue() is None  # before the first
     heart.enter("Booster.boost")
+    heart.leave()
+    assert heart.overdue() is None  # data may still be prepared
+    assert heart.idle() == 0
+    heart.enter("Booster.load")
     assert heart.overdue() is None
     assert heart.idle() == 0
     heart.leave()
