@@ -30,7 +30,7 @@ def as_text(peaks: Sequence[Peak], note: str = "") -> str:
 
 
 def as_data(peaks: Sequence[Peak]) -> list[dict[str, Any]]:
-    fullest = max(peak.most for peak in peaks)
+    fullest = max((peak.most for peak in peaks), default=0)  # none where no step was replayed
     return [
         {
             "pipeline_rank": peak.rank,

@@ -221,3 +221,58 @@ def test_evaluation_gives_the_same_loss(name: str) -> None:
 
 
 EVALUATED = Loop()
+
+
+class Headed(losses.model.Model):
+    """Computes its loss itself, in its forward."""
+
+    criterion: Any = None
+
+    def forward(self, input_ids: torch.Tensor, **batch: Any) -> dict[str, torch.Tensor]:
+        outputs = super().forward(input_ids, **batch)
+        return {"loss": self.criterion(outputs, {"input_ids": input_ids, **batch}), "logits": outputs["logits"]}
+
+
+def headed(criterion: Any) -> Headed:
+    torch.manual_seed(3)
+    model = Headed()
+    model.criterion = criterion
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weighted_by_number",
+        "every_other_sample",
+        "numbers_as_targets",
+        "diagonal",
+        "looked_up_by_number",
+        "filters_of_samples",
+        "rolled_through_all",
+        "turned_round",
+        "standardised_by_hand",
+        "distances_between_samples",
+        "all_products",
+        "centred",
+        "upside_down",
+        "singular_values",
+        "looked_up_counts",
+        "in_batch_negatives",
+        "batch_statistics",
+        "covariance",
+    ],
+)
+def test_heads_in_which_samples_meet_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be made that of the whole batch"):
+        Loop(headed(losses.REFUSED[name])).step(lambda outputs, inputs: outputs["loss"])
+
+
+def means_of_kinds_that_are_there(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    chosen = [inputs["kinds"] == kind for kind in range(losses.model.CLASSES)]
+    return torch.stack([outputs["score"][mask].mean() for mask in chosen if mask.any()]).mean()
+
+
+@pytest.mark.parametrize("samples", [3, 5, 7])
+def test_a_head_does_what_the_whole_batch_makes_it_do(samples: int) -> None:
+    Loop(headed(means_of_kinds_that_are_there)).compare(lambda outputs, inputs: outputs["loss"], samples)

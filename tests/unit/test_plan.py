@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,8 @@ def test_layouts_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_
     assert status == 0
     assert "dp 2 x pp 2 x tp 2" in text
     assert "ZeRO-1 over 2 ranks" in text
+
+
+def test_a_report_as_json_needs_no_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama-tiny", "--world-size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peaks"] == []

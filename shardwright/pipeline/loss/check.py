@@ -44,7 +44,7 @@ from .alike import AlikeLayers
 from .facts import CONST, SAMPLES, Fact, Kind, Recipe, names
 from .functions import ARITHMETIC
 from .identity import identity
-from .probes import difference, resized, sample_dims, shapes_of, without_images
+from .probes import difference, not_rows, resized, sample_dims, shapes_of, without_images
 from .router_loss import RouterLoss
 from .rules import Call
 from .terms import TermWatcher
@@ -138,6 +138,7 @@ class LossCheck:
         self._verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
         self._held: dict[Hashable, Any] = {}  # criteria that are keys by their id
         self._dims: tuple[int, ...] = ()  # of one verdict, see there
+        self._apart: frozenset[str] = frozenset()  # in one verdict functions whose results are no rows of samples
         self._shapes: dict[int, list[torch.Size]] = {}  # of what the last layer returns, by factor of the samples
         self.split_heads: Mapping[str, VocabShard] = {}
         self._warned = False
@@ -227,10 +228,14 @@ class LossCheck:
     def _judge(self, asked: _Asked) -> Verdict:
         verdicts = []
         for guess in (True, False):  # what `if mask.any()` finds
-            self._dims, self._shapes = (), {}
+            self._dims, self._shapes, self._apart = (), {}, frozenset()
             runs = self._runs(asked, guess)
             if asked.weighed and (dims := sample_dims(self._shapes.get(1, []), self._shapes.get(2, []))):
                 self._dims = dims
+                runs = self._runs(asked, guess)
+            seen = [run.taken_for_rows for run in runs if not isinstance(run, Exception)]
+            if len(seen) == 2 and (apart := not_rows(*seen)):
+                self._apart = apart
                 runs = self._runs(asked, guess)
             verdicts.append(replace(_verdict(runs, batch_size(asked.microbatch)), dims=self._dims))
             if self.split_heads and verdicts[-1].error is None:
@@ -295,6 +300,7 @@ class LossCheck:
         samples = batch_size(asked.microbatch)
         criterion, inputs = _on_meta(asked.criterion), resized(asked.microbatch, samples, factor, asked.shared)
         watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, asked.shared, asked.ready)
+        watcher.not_rows = self._apart
         watched = asked.weighed or bool(self.split_heads)
         with ExitStack() as stack:
             stack.callback(self._alike.forget)
@@ -377,6 +383,8 @@ class _MetaWatcher(TermWatcher):
         self.has_kept = False  # whether counts hold tensors of the criterion's
         # function, number, its place if len() may have returned it
         self.numbers: list[tuple[str, float, int | None]] = []
+        self.taken_for_rows: list[tuple[str, torch.Size]] = []  # results of functions that are not followed
+        self.not_rows: frozenset[str] = frozenset()  # functions whose results must not be
         self._factor = factor
         self._guess = guess
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -393,9 +401,11 @@ class _MetaWatcher(TermWatcher):
             kwargs = {key: value for key, value in kwargs.items() if key != "device"}
             if len(args) == 1 and not kwargs.keys() & {"dtype"}:
                 func, args, kwargs = torch.Tensor.view_as, (args[0], args[0]), {}
-        if self.trusting and name in ARITHMETIC:
+        if self.trusting and (name in ARITHMETIC or name == "arange"):
             self.numbers += [
-                (name, float(value), None) for value in (*args, *kwargs.values()) if type(value) in (int, float)
+                (name, float(value), None)
+                for value in (*args, *kwargs.values())
+                if type(value) in (int, float) and not (name == "arange" and value in self.lengths)
             ]
         elif not self.trusting and name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
             self.numbers.append((name, float(len(args[0])), None))
@@ -421,6 +431,12 @@ class _MetaWatcher(TermWatcher):
         if self._is_made_up and found.recipe is not None:
             return found._replace(recipe=Recipe(None, _uncounted, (found.recipe,)))
         return found
+
+    def _may_be_rows(self, call: Call, tensor: torch.Tensor) -> bool:
+        if call.name in self.not_rows or not super()._may_be_rows(call, tensor):
+            return False
+        self.taken_for_rows.append((call.name, tensor.shape))
+        return True
 
     def kept(self, constant: torch.Tensor) -> torch.Tensor:
         real = self._real.get(id(constant))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .facts import SAMPLES, Axis, Fact, Kind, first_unknown, unknown
-from .functions import CLASS_LOSSES, ROW_LOSSES, has_class_targets
+from .functions import CLASS_LOSSES, ROW_LOSSES, WEIGHED_MEANS, has_class_targets
 from .products import per_row
 from .rules import TOGETHER, Call, Watch, elementwise
 
@@ -83,9 +83,19 @@ def _elements(watch: Watch, call: Call, arguments: Mapping[str, Any]) -> Fact | 
         if fact.dim == 1:
             return unknown(f"{call.name} with the samples where the classes belong", coupled=True)
     elif call.func in ROW_LOSSES:
-        shape = list(shapes[0][:1])
+        with torch.no_grad():
+            shape = list(call.func(**{**arguments, "reduction": "none"}).shape)
     else:
         shape = list(torch.broadcast_shapes(*shapes))
+    weight = arguments.get("weight")
+    if call.func in WEIGHED_MEANS and weight is not None and arguments["reduction"] == "mean":
+        recipe = watch.fact(weight).recipe
+        if recipe is None:
+            return unknown(
+                f"the mean of {call.name} with weights that do not follow from the batch's entries alone, so that "
+                "their sum in other microbatches is unknown"
+            )
+        return fact._replace(samples=False), lambda entries: recipe.make(entries).double().sum()
     if fact.dim is None:
         return fact._replace(samples=False), Axis(None, Fraction(math.prod(shape), watch.samples)).rows
     others = math.prod(shape[: fact.dim] + shape[fact.dim + 1 :])

@@ -7,6 +7,7 @@ it has a sum, but no mean.
 
 from __future__ import annotations
 
+import inspect
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,43 @@ import torch
 from .facts import CONST, Axis, Count, Fact, Kind, Number, first_unknown, names, unknown
 from .rules import HALVES, TOGETHER, Call, Rule, along, elementwise, named
 from .samples import sample_of
+
+NUMBERS = (
+    "{name} takes the numbers that samples have in their microbatch (torch.arange, nonzero) for values, and in the "
+    "whole batch they have others; they may only say which row of the same batch is meant, as in "
+    "x[torch.arange(len(x)), columns]"
+)
+_KEEPS_NUMBERS = names(
+    """to long int contiguous clone detach alias cpu cuda view reshape flatten squeeze unsqueeze expand expand_as
+    broadcast_to"""
+)
+
+
+_TAKES_PLACES = names("getitem setitem index_select gather")
+
+
+def are_numbers(fact: Fact) -> bool:
+    """Whether values are numbers of samples in their microbatch."""
+    return fact.samples or (fact.mask is not None and fact.mask[1] == fact.mask[0].dim)
+
+
+def of_numbers(call: Call, rule: Rule) -> Fact | list[Fact]:
+    """What functions make of `arange(samples)` and `mask.nonzero()`, whose numbers begin anew in every microbatch."""
+    first = call.facts[0]
+    if call.name in ("zeros_like", "ones_like", "full_like", "empty_like"):
+        return rule(call)
+    if not any(fact.samples for fact in call.facts) and (call.name in _TAKES_PLACES or call.name in _KEEPS_NUMBERS):
+        return rule(call)  # places that a mask selects
+    if call.name in ("getitem", "setitem") and not first.samples:
+        is_value = call.name == "setitem" and isinstance(call.args[2], torch.Tensor)
+        if first.kind is Kind.ROWS and not (is_value and call.watch.fact(call.args[2]).samples):
+            return rule(call)
+    elif call.name in _KEEPS_NUMBERS or call.name == "getitem":
+        made = rule(call)
+        same = isinstance(made, Fact) and made.kind is Kind.ROWS and made.axis == first.axis
+        if same and isinstance(made, Fact) and (call.name != "getitem" or made.samples):
+            return made._replace(samples=True)
+    return unknown(NUMBERS.format(name=call.name), coupled=True)
 
 
 def get_item(call: Call) -> Fact:
@@ -41,7 +79,9 @@ def _looked_up(call: Call) -> Fact:
         and index.dtype not in (torch.bool, torch.uint8)
     ):
         return call.facts[1].without_origin()
-    return unknown("indexing something that has no samples with values of samples")
+    return unknown(
+        "indexing something that has no samples with values of samples", coupled=call.facts[0].kind is not Kind.CONST
+    )
 
 
 def _indexed(call: Call, fact: Fact, items: list[Any]) -> Fact:
@@ -165,6 +205,8 @@ def _advanced(call: Call, fact: Fact, place: int | None, advanced: list[tuple[in
     aligned = {None if known.dim is None else known.dim - index.dim() for _, _, index, known in rows}
     if not own or len(aligned) != 1 or None in aligned or advanced[0][0] != fact.dim:
         return unknown(HALVES.format(name="an index"), coupled=True)
+    if sum(known.samples for *_, known in advanced) > 1:  # the diagonal: columns that are numbers of samples
+        return unknown(NUMBERS.format(name="an index"), coupled=True)
     widest = max(index.dim() for _, _, index, _ in advanced)
     return fact.without_origin()._replace(dim=advanced[0][1] + widest + next(one for one in aligned if one is not None))
 
@@ -271,6 +313,13 @@ def gather(call: Call) -> Fact:
     return known.without_origin()
 
 
+_RANGE = ("start", "end", "step")
+
+
+def _arange(start: Any = None, end: Any = None, step: Any = 1) -> None:
+    """How arange is called; a single number is where it ends."""
+
+
 def created(call: Call) -> Fact | None:
     """zeros(samples, ...), arange(samples), tensor(number): tensors made of numbers that were read from others.
     None: of none such.
@@ -281,10 +330,16 @@ def created(call: Call) -> Fact | None:
         return None
     sizes: Any = call.argument(1 if call.name.startswith("new_") else 0, "size")
     if call.name in ("arange", "range"):
-        end = call.args[0] if len(call.args) == 1 else call.kwargs.get("end")
-        if isinstance(end, Count) and end.axis is not None and len(call.numbers) == 1:
+        given = inspect.getcallargs(_arange, *call.args[:3], **{k: v for k, v in call.kwargs.items() if k in _RANGE})
+        start, end, step = (
+            (0, given["start"], given["step"]) if given["end"] is None else (given[name] for name in _RANGE)
+        )
+        plain = type(start) is int and start == 0 and type(step) is int and step == 1
+        if plain and isinstance(end, Count) and end.axis is not None and call.name == "arange":
             return Fact(Kind.ROWS, 0, end.axis, samples=end.axis.base is None)
-        return unknown(f"{call.name} of a number that depends on the batch")
+        return unknown(f"{call.name} of a number that depends on the batch", coupled=True)
+    if call.name in ("eye", "linspace"):
+        return unknown(f"{call.name} of a number that depends on the batch", coupled=True)
     if isinstance(sizes, int):
         sizes = call.args[1 if call.name.startswith("new_") else 0 :]
     places = [place for place, size in enumerate(sizes or ()) if isinstance(size, Number)]

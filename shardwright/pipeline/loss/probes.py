@@ -51,6 +51,25 @@ def sample_dims(once: Sequence[torch.Size], twice: Sequence[torch.Size]) -> tupl
     return tuple(found) if len(once) == len(twice) and any(found) else ()
 
 
+def not_rows(once: Sequence[tuple[str, torch.Size]], twice: Sequence[tuple[str, torch.Size]]) -> frozenset[str]:
+    """Of functions, and shapes of what they made of n and of 2 n samples: those that did not make rows, of which there
+    are twice as many in tensors that are else alike. [n, n] becomes [2 n, 2 n].
+    """
+    first, second = _by_name(once), _by_name(twice)
+    return frozenset(
+        name
+        for name in first.keys() | second.keys()
+        if [(2 * one[0], *one[1:]) for one in first.get(name, [])] != [tuple(two) for two in second.get(name, [])]
+    )
+
+
+def _by_name(shapes: Sequence[tuple[str, torch.Size]]) -> dict[str, list[torch.Size]]:
+    found: dict[str, list[torch.Size]] = {}
+    for name, shape in shapes:
+        found.setdefault(name, []).append(shape)
+    return found
+
+
 def difference(
     first: list[tuple[str, float, int | None]], second: list[tuple[str, float, int | None]]
 ) -> tuple[str | None, frozenset[int]]:

@@ -101,7 +101,17 @@ def per_sample(call: Call) -> Fact:
         return elementwise(call)
     training = call.name == "batch_norm" and call.kwargs.get("training", call.args[5] if len(call.args) > 5 else False)
     batched = call.first.dim() >= _BATCHED.get(call.name, 3)
-    if any(fact.dim != 0 or fact.order != rows[0].order for fact in rows) or not batched or training:
+    # Filters that samples have made meet all samples; what attention meets is each sample's own.
+    if call.name == "scaled_dot_product_attention":
+        places = {
+            from_right(tensor, fact)
+            for tensor, fact in zip(call.tensors, call.facts, strict=True)
+            if fact.kind is Kind.ROWS
+        }
+        met = len(places) > 1
+    else:
+        met = len(rows) > 1 or call.facts[0].kind is not Kind.ROWS
+    if any(fact.dim != 0 or fact.order != rows[0].order for fact in rows) or not batched or training or met:
         return unknown(TOGETHER.format(name=call.name), coupled=True)
     return rows[0].without_origin()
 
@@ -180,6 +190,16 @@ def last_dims(call: Call) -> Fact:
     return fact.without_origin() if ok else unknown(TOGETHER.format(name=call.name), coupled=True)
 
 
+def matrices(call: Call) -> Fact:
+    """Functions of whole matrices, which the last two dims hold."""
+    if blame := first_unknown(call.facts):
+        return blame
+    fact = call.facts[0]
+    if fact.kind is not Kind.ROWS or len(call.facts) > 1 or fact.dim is None or fact.dim >= call.first.dim() - 2:
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
+    return fact.without_origin()
+
+
 def distance(call: Call) -> Fact:
     """cosine_similarity and pairwise_distance: elementwise, then one dim goes."""
     fact = elementwise(call)
@@ -207,4 +227,6 @@ PRODUCT_RULES: dict[str, Rule] = {
     **named(ctc, "ctc_loss"),
     **named(bincount, "bincount"),
     **named(distance, "cosine_similarity pairwise_distance"),
+    **named(matrices, "linalg_svdvals det logdet linalg_det inverse linalg_inv pinverse linalg_pinv matrix_exp"),
+    **named(matrices, "linalg_matrix_exp cholesky linalg_cholesky linalg_eigvalsh nuclear_norm rot90 cov corrcoef"),
 }

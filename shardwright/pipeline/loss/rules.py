@@ -240,7 +240,9 @@ def _linear(call: Call) -> Fact:
     name, sums = call.name, [fact.kind is Kind.SUM for fact in call.facts]
     others = [fact.kind for fact, is_sum in zip(call.facts, sums, strict=True) if not is_sum]
     if Kind.ROWS in others:
-        return unknown(f"{name} mixes a sum over the samples of the microbatch with values of single samples")
+        return unknown(
+            f"{name} mixes a sum over the samples of the microbatch with values of single samples", coupled=True
+        )
     if name in _LIKE:
         return CONST
     if name in ("add", "sub", "radd", "rsub"):
@@ -258,7 +260,7 @@ def _linear(call: Call) -> Fact:
             return SUM
     elif name in _LINEAR and all(sums):
         return SUM
-    return unknown(f"{name} of a sum over samples is not the sum over microbatches of {name}")
+    return unknown(f"{name} of a sum over samples is not the sum over microbatches of {name}", coupled=True)
 
 
 def _share(call: Call, sums: Sequence[bool]) -> None:
@@ -418,6 +420,12 @@ def extremum(call: Call) -> Fact:
     return elementwise(call) if two else reduction(call)
 
 
+_WITHOUT_DIM = names("log_softmax softmax softmin roll quantile")  # these take all elements for one row, or guess
+
+
+_DIM_IS_THIRD = names("normalize kthvalue topk quantile roll diff fft_fft fft_ifft fft_rfft fft_irfft")
+
+
 def within(call: Call) -> Fact:
     """Functions along one dim that keep the shape: softmax, cumsum, sort, topk, normalize."""
     fact = call.facts[0]
@@ -425,15 +433,34 @@ def within(call: Call) -> Fact:
         return blame
     if fact.kind is not Kind.ROWS:
         return elementwise(call)
-    default = {"normalize": 1, "log_softmax": None, "softmax": None, "softmin": None}.get(call.name, -1)
-    place = 2 if call.name in ("normalize", "topk", "kthvalue", "quantile", "roll", "diff") else 1
+    default = {"normalize": 1, **dict.fromkeys(_WITHOUT_DIM)}.get(call.name, -1)
+    place = 2 if call.name in _DIM_IS_THIRD else 1
     dim = call.argument(place, "dim", "axis", "dims", default=default)
     if isinstance(dim, bool):
         return unknown(f"{call.name} is not followed here")
+    if call.name in ("flip", "roll", "fliplr", "flipud"):
+        return _moved(call, fact, dim)
     if not isinstance(dim, int) or fact.dim == dim % max(call.first.dim(), 1) or fact.dim is None:
         return unknown(TOGETHER.format(name=call.name), coupled=True)
     if call.name == "kthvalue" or call.name == "quantile":
-        return _left_over(fact, [dim % call.first.dim()], bool(call.kwargs.get("keepdim", False)))
+        left = _left_over(fact, [dim % call.first.dim()], bool(call.argument(3, "keepdim", default=False)))
+        wanted = call.argument(1, "q") if call.name == "quantile" else None
+        several = isinstance(wanted, torch.Tensor) and wanted.dim() == 1  # these come in front
+        return left._replace(dim=left.dim + 1) if several and left.dim is not None else left
+    return fact.without_origin()
+
+
+def _moved(call: Call, fact: Fact, given: Any) -> Fact:
+    """Elements that change places along some dims."""
+    if call.name in ("fliplr", "flipud"):
+        dims: tuple[Any, ...] = (int(call.name == "fliplr"),)
+    else:
+        dims = tuple(given) if isinstance(given, tuple | list) else (given,)
+        if call.name == "flip" and len(call.args) > 2:
+            dims = tuple(call.args[1:])
+    within_samples = fact.dim is not None and all(isinstance(dim, int) for dim in dims)
+    if not within_samples or fact.dim in [dim % call.first.dim() for dim in dims]:
+        return unknown(TOGETHER.format(name=call.name), coupled=True)
     return fact.without_origin()
 
 
@@ -471,8 +498,8 @@ RULES: dict[str, Rule] = {
     **named(
         within,
         "softmax log_softmax softmin special_softmax special_log_softmax cumsum cumprod logcumsumexp sort "
-        "argsort topk flip",
+        "argsort topk flip fliplr flipud",
     ),
-    **named(within, "normalize kthvalue quantile diff cummax cummin roll"),
+    **named(within, "normalize kthvalue quantile diff cummax cummin roll fft_fft fft_ifft fft_rfft fft_irfft"),
     **named(along, "scatter scatter_add scatter_reduce take_along_dim index_select index_fill index_add"),
 }

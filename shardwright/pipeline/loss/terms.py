@@ -57,8 +57,9 @@ from .functions import (
     SILENT,
     SIZES,
     operation,
+    with_lost_weight,
 )
-from .index import CREATORS, INDEX_RULES, created
+from .index import CREATORS, INDEX_RULES, NUMBERS, are_numbers, created, of_numbers
 from .products import PRODUCT_RULES
 from .rules import RULES, Call, elementwise, is_elementwise, recomputed
 from .samples import holds_samples, single_samples
@@ -257,7 +258,7 @@ class TermWatcher(TorchFunctionMode):
             rule: Any = single_samples
         else:
             rule = _RULES.get(name) or (elementwise if is_elementwise(name) else self._not_followed)
-        facts = rule(call)
+        facts = of_numbers(call, rule) if any(map(are_numbers, call.facts)) else rule(call)
         if in_place:
             self._changed(call, facts if isinstance(facts, Fact) else facts[0])
             return call.result
@@ -277,10 +278,18 @@ class TermWatcher(TorchFunctionMode):
             and tensor.dim()
             and tensor.shape[0] % self.samples == 0
         ):
-            fact = self.assumed(tensor)
+            fact = self.assumed(tensor) if self._may_be_rows(call, tensor) else fact._replace(coupled=True)
         self._note(tensor, self._with_recipe(call, fact, place))
         if call.name in COMPARISONS and not self.trusting and not tensor.dim() and fact.kind is not Kind.WHOLE:
             self._orders[id(tensor)] = tensor
+
+    def _may_be_rows(self, call: Call, tensor: torch.Tensor) -> bool:
+        """Whether a model's forward may have made rows of all samples, in a way that is not known here. Of selected
+        rows it has not: how many there are in other microbatches does not follow from how many are here.
+        """
+        return all(
+            fact.kind is not Kind.ROWS or (fact.axis is not None and fact.axis.base is None) for fact in call.facts
+        )
 
     def _with_lengths(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -288,7 +297,7 @@ class TermWatcher(TorchFunctionMode):
         """Plain ints that came from len(), by their value in shapes, by their place in arithmetic, where constants
         stand beside them.
         """
-        if self.trusting:
+        if self.trusting and name != "arange":  # which numbers the samples of a head, too
             return args, kwargs
         if name in ARITHMETIC and self.counting:
             return tuple(self._plain_number(name, value) for value in args), {
@@ -458,7 +467,7 @@ class TermWatcher(TorchFunctionMode):
 
     def _decided(self, fact: Fact, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """What a truth value makes a criterion do: what the whole batch would make it do."""
-        if fact.whole is not None and not self.trusting:
+        if fact.whole is not None:
             whole = fact.whole()
             if not whole.is_meta:
                 return bool(whole)
@@ -477,6 +486,7 @@ class TermWatcher(TorchFunctionMode):
     # ------------------------------------------------------------------------------------------------
 
     def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = with_lost_weight(func, kwargs)
         bound = SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)
@@ -486,6 +496,9 @@ class TermWatcher(TorchFunctionMode):
             return self._keep_constant(call)
         if any(holds_samples(known.order) for known in call.facts):
             self._note(call.result, single_samples(call))
+            return call.result
+        if any(map(are_numbers, call.facts)):
+            self._note(call.result, unknown(NUMBERS.format(name=call.name), coupled=True))
             return call.result
         reduction = "none" if old_style else arguments["reduction"]
         elements = elements_of(self, call, arguments)

@@ -234,3 +234,96 @@ def gathered_by_the_places_of_others(outputs, inputs):
     """Places among all tokens, of which the first ones are samples, too."""
     where = (inputs["attention_mask"].flatten()[: len(inputs["kinds"])] > 0).nonzero()
     return torch.gather(outputs["score"], 0, where.view(-1)).mean()
+
+
+@refused
+def weighted_by_number(outputs, inputs):
+    """Samples are numbered anew in every microbatch."""
+    scores = outputs["score"]
+    return (scores * torch.arange(len(scores))).sum()
+
+
+@refused
+def every_other_sample(outputs, inputs):
+    return outputs["score"][torch.arange(0, outputs["score"].shape[0]) % 2 == 0].sum()
+
+
+@refused
+def numbers_as_targets(outputs, inputs):
+    return F.cross_entropy(outputs["logits"][:, 0], torch.arange(outputs["logits"].shape[0]))
+
+
+@refused
+def diagonal(outputs, inputs):
+    numbers = torch.arange(outputs["logits"].shape[0])
+    return outputs["logits"][:, 0][numbers, numbers].mean()
+
+
+@refused
+def looked_up_by_number(outputs, inputs):
+    return (outputs["score"] * torch.linspace(0, 1, 32)[torch.arange(outputs["score"].shape[0])]).mean()
+
+
+@refused
+def places_of_a_mask_as_values(outputs, inputs):
+    chosen = inputs["sample_weight"] > 0.4
+    return (outputs["score"][chosen] * chosen.nonzero(as_tuple=True)[0]).sum()
+
+
+@refused
+def spread_over_the_batch(outputs, inputs):
+    return (outputs["score"] * torch.linspace(0.0, 1.0, outputs["score"].shape[0])).sum()
+
+
+@refused
+def filters_of_samples(outputs, inputs):
+    logits = outputs["logits"]
+    return F.conv1d(logits.transpose(1, 2), logits[:, :2].transpose(1, 2)).square().mean()
+
+
+@refused
+def rolled_through_all(outputs, inputs):
+    return F.mse_loss(outputs["logits"], outputs["logits"].roll(1))
+
+
+@refused
+def turned_round(outputs, inputs):
+    return F.mse_loss(outputs["logits"], outputs["logits"].flip(1, 0))
+
+
+@refused
+def standardised_by_hand(outputs, inputs):
+    centred = inputs["targets"] - inputs["targets"].mean()
+    return F.mse_loss(outputs["score"], centred / (centred.square().mean().sqrt() + 1e-6))
+
+
+@refused
+def distances_between_samples(outputs, inputs):
+    first = outputs["logits"][:, 0]
+    return torch.cdist(first, first).square().mean()
+
+
+@refused
+def all_products(outputs, inputs):
+    return torch.inner(outputs["logits"][:, 0], outputs["logits"][:, 1]).square().mean()
+
+
+@refused
+def centred(outputs, inputs):
+    return (outputs["logits"] - outputs["logits"].mean(0)).square().mean()
+
+
+@refused
+def upside_down(outputs, inputs):
+    return F.mse_loss(outputs["score"], torch.flipud(outputs["score"]))
+
+
+@refused
+def singular_values(outputs, inputs):
+    return torch.linalg.svdvals(outputs["logits"][:, 0]).sum()
+
+
+@refused
+def looked_up_counts(outputs, inputs):
+    counts = torch.stack([(inputs["kinds"] == kind).sum() for kind in range(outputs["classes"].shape[1])])
+    return (F.cross_entropy(outputs["classes"], inputs["kinds"], reduction="none") / counts[inputs["kinds"]]).mean()
