@@ -204,6 +204,11 @@ def _with_adapters(recipe: Recipe, model: Any) -> Any:
         import peft
     except ImportError:
         raise RecipeError("lora needs the package peft: pip install peft") from None
+    if recipe.lora.lora_alpha <= 0:
+        raise RecipeError(
+            f"lora.lora_alpha={recipe.lora.lora_alpha:g}: adapters are scaled by it, so none would be learned; give a "
+            "number above 0, such as 16"
+        )
     given = {key: value for key, value in vars(recipe.lora).items() if value is not None}
     names = [name.rpartition(".")[2] for name, _ in model.named_modules() if name]
     targets = recipe.lora.target_modules  # as text a pattern; of a list peft lets names pass that nothing has

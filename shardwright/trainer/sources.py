@@ -186,7 +186,14 @@ def rows_of(data: Data, key: str, seed: int, task: Task) -> Rows | Iterable[Row]
         float(len(part)) if source.weight is None else source.weight
         for part, source in zip(counted, sources, strict=True)
     ]
-    return Mixture(counted, weights)
+    mixture = Mixture(counted, weights)
+    for at, source in enumerate(sources):
+        if not (mixture.part == at).any():
+            raise RecipeError(
+                f"{names[at]}.weight={source.weight:g} comes to no sample of the {len(mixture)} of a pass; give more, "
+                "or leave that source out"
+            )
+    return mixture
 
 
 def _rows_of_source(source: Source, key: str, task: Task) -> Any:
