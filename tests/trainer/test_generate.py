@@ -15,7 +15,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from recipe_files import LLAMA
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    set_seed,
+)
 
 from shardwright.cli.main import main
 from shardwright.trainer.tokenizer import byte_tokenizer
@@ -110,6 +118,32 @@ def test_adapters_are_put_on_their_model(
     assert "what stands on standard input is no text in UTF-8" in capsys.readouterr().err
 
 
+def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of Bart there is a causal class, too, which is not what was saved."""
+    set_seed(5)
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"vocab_size": 260, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "init_std": 0.5}
+    tokens = {"pad_token_id": 258, "bos_token_id": 256, "eos_token_id": 257, "decoder_start_token_id": 256}
+    config: Any = BartConfig(**layers, **sizes, **tokens, max_position_embeddings=32, forced_eos_token_id=None)
+    model: Any = BartForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    prompt = "the fox sees a bird, quietly"  # with the text it would fill more than the positions of a causal model
+    ids = byte_tokenizer()(prompt, return_tensors="pt")["input_ids"]
+    for options, named in (([], {"do_sample": False}), (["--num-beams", "3"], {"num_beams": 3})):
+        written = model.eval().generate(ids, max_new_tokens=9, **named)[0, 1:]
+        wanted = {"prompt": prompt, "text": byte_tokenizer().decode(written, skip_special_tokens=True)}
+        capsys.readouterr()
+        command = ["generate", str(tmp_path), "--prompt", prompt, "--max-new-tokens", "9", *options]
+        assert main([*command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {**wanted, "tokens": len(written)}
+    assert main(["generate", str(tmp_path), "--prompt", prompt, "--max-new-tokens", "9", "--greedy"]) == 0
+    assert capsys.readouterr().out.startswith(byte_tokenizer().decode(model.generate(ids, max_new_tokens=9)[0, 1:3]))
+    for prompt, tokens, said in (("a" * 40, "4", "a shorter prompt"), ("a", "40", "give --max-new-tokens 31")):
+        assert main(["generate", str(tmp_path), "--prompt", prompt, "--max-new-tokens", tokens]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_two_ranks_write_the_same(directory: Path) -> None:
     text, tokens = expected(directory, "over", max_new_tokens=10, do_sample=True, top_k=30)
     command = [sys.executable, "-m", "shardwright.cli", "generate", str(directory), "--prompt", "over", "--tp", "2"]
@@ -163,7 +197,7 @@ def _no_template(folder: Path) -> Path:
         (lambda folder: _without(folder, "model.safetensors"), [], "has no weights"),
         (_split, [], "lacks 1 of its 2 files of weights, model-1.safetensors first"),
         (lambda folder: _without(folder, "tokenizer.json", "tokenizer_config.json"), [], "has no tokenizer"),
-        (_bert, [], "BertForMaskedLM, which is no causal language model"),
+        (_bert, [], "BertForMaskedLM, which is neither a causal language model nor"),
         (_adapters, [], "adapters of nowhere/base, which is no directory here"),
         (_no_template, ["--chat"], "has no chat template; leave out --chat"),
         (lambda folder: folder, ["--system", "x"], "add --chat"),
