@@ -94,7 +94,9 @@ def test_adapters_are_put_on_their_model(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Named from where they are; the prompt is read from a pipe whose last line has an end, as `echo` writes it."""
-    (tmp_path / "base").symlink_to(directory / "model")
+    shutil.copytree(directory / "model", tmp_path / "base")
+    for tokenizer in (tmp_path / "base").glob("tokenizer*"):
+        tokenizer.unlink()
     model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     set_seed(3)
@@ -103,6 +105,7 @@ def test_adapters_are_put_on_their_model(
             torch.nn.init.normal_(weight, std=0.5)
     adapted.peft_config["default"].base_model_name_or_path = "../base"
     adapted.save_pretrained(tmp_path / "adapters")
+    byte_tokenizer().save_pretrained(tmp_path / "adapters")  # the model itself has none, as one that a recipe names
     ids = byte_tokenizer()("the fox", return_tensors="pt")["input_ids"]
     wanted = adapted.eval().generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
