@@ -176,6 +176,12 @@ def _adapters(folder: Path) -> Path:
     return folder
 
 
+def _classifier(folder: Path) -> Path:
+    told = {"base_model_name_or_path": str(folder), "task_type": "SEQ_CLS"}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    return folder
+
+
 def _split(folder: Path) -> Path:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -202,6 +208,7 @@ def _no_template(folder: Path) -> Path:
         (lambda folder: _without(folder, "tokenizer.json", "tokenizer_config.json"), [], "has no tokenizer"),
         (_bert, [], "BertForMaskedLM, which is neither a causal language model nor"),
         (_adapters, [], "adapters of nowhere/base, which is no directory here"),
+        (_classifier, [], "holds adapters of the task SEQ_CLS, which writes no text"),
         (_no_template, ["--chat"], "has no chat template; leave out --chat"),
         (lambda folder: folder, ["--system", "x"], "add --chat"),
         (lambda folder: folder, ["--temperature", "-1"], "--temperature -1.0 is too small"),
@@ -213,6 +220,8 @@ def _no_template(folder: Path) -> Path:
         ),
         (lambda folder: folder, ["--max-new-tokens", "255"], "the model's 256 positions; give --max-new-tokens 253"),
         (lambda folder: folder, ["--prompt", ""], "the prompt is empty"),
+        (lambda folder: folder, ["--seed", "-1"], "--seed -1 is none; give a whole number from 0"),
+        (lambda folder: folder, ["--stop", ""], "--stop is empty text"),
         (lambda folder: folder, ["--tp", "0"], "--tp 0 is too small"),
     ],
 )

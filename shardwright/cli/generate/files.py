@@ -93,7 +93,11 @@ def _has_tokenizer(path: Path) -> bool:
 
 def _adapted(path: Path, tokenizer: Path | None) -> Model:
     """Adapters stand beside their tokenizer, which the model that they belong to and name need not have."""
-    base = _read(path / "adapter_config.json").get("base_model_name_or_path")
+    config = _read(path / "adapter_config.json")
+    kind = config.get("task_type")
+    if kind not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):  # the model that they name would write, and mean nothing by it
+        raise GenerateError(f"{path} holds adapters of the task {kind}, which writes no text")
+    base = config.get("base_model_name_or_path")
     # from here, as peft reads it, or else from where the adapters are
     where = next((one for one in (Path(base), path / base) if one.is_dir()), None) if base else None
     if where is None:
