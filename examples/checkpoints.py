@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from _shared import byte_tokenizer, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import byte_tokenizer, count, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import shardwright
@@ -31,8 +31,8 @@ from shardwright.optim.lr_scheduler import CosineAnnealingWarmupLR
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
     extra.add_argument("--directory", type=Path, default=Path("run"), help="directory of the run's checkpoints")
-    extra.add_argument("--save-every", type=int, default=50)
-    extra.add_argument("--stop-after", type=int, help="end at this step, as if the machine had gone")
+    extra.add_argument("--save-every", type=count, default=50)
+    extra.add_argument("--stop-after", type=count, help="end at this step, as if the machine had gone")
     # --batch-size is that of all ranks here, so that a step is the same step on any number of them
     args = options(__doc__, argv, extra, model="Qwen/Qwen3-0.6B", batch_size=64, tiny={"save_every": 2})
     shardwright.launch_from_torch(seed=42)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from _shared import byte_tokenizer, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import byte_tokenizer, count, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import shardwright
@@ -29,8 +29,8 @@ from shardwright.shardformer import PipelineGradientCheckpointConfig
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
     extra.add_argument("--mode", choices=("ring_attn", "all_to_all"), default="ring_attn")
-    extra.add_argument("--sp", type=int, help="ranks that share a sequence; left out: all that --tp and --pp leave")
-    extra.add_argument("--ulysses", type=int, help="of them, neighbours that trade heads inside of the ring")
+    extra.add_argument("--sp", type=count, help="ranks that share a sequence; left out: all that --tp and --pp leave")
+    extra.add_argument("--ulysses", type=count, help="of them, neighbours that trade heads inside of the ring")
     args = options(
         __doc__,
         argv,

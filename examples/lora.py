@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import peft
-from _shared import byte_tokenizer, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import byte_tokenizer, count, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import shardwright
@@ -26,7 +26,7 @@ from shardwright.optim import HybridAdam
 
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
-    extra.add_argument("--rank", type=int, default=8, help="of the adapters")
+    extra.add_argument("--rank", type=count, default=8, help="of the adapters")
     args = options(__doc__, argv, extra, model="Qwen/Qwen3-0.6B", lr=2e-4, tiny={"lr": 1e-2})
     shardwright.launch_from_torch(seed=42)
     coordinator = DistCoordinator()

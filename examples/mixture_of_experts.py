@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from _shared import byte_tokenizer, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import byte_tokenizer, count, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import shardwright
@@ -33,7 +33,7 @@ TINY_EXPERTS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
-    extra.add_argument("--ep", type=int, default=1, help="data-parallel ranks that the experts are spread over")
+    extra.add_argument("--ep", type=count, default=1, help="data-parallel ranks that the experts are spread over")
     args = options(__doc__, argv, extra, model="Qwen/Qwen3-30B-A3B", lr=1e-5, tiny={"model": "mixtral"})
     shardwright.launch_from_torch(seed=42)
     coordinator = DistCoordinator()

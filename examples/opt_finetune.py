@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch.distributed as dist
-from _shared import byte_tokenizer, endless, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import byte_tokenizer, count, endless, options, sentences, text_blocks, vocabulary, wikitext
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import shardwright
@@ -30,7 +30,7 @@ PLUGINS = ("torch_ddp", "torch_fsdp", "low_level_zero", "hybrid_parallel")
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
     extra.add_argument("--plugin", choices=PLUGINS, default="low_level_zero")
-    extra.add_argument("--accumulate", type=int, default=2, help="batches of one step")
+    extra.add_argument("--accumulate", type=count, default=2, help="batches of one step")
     args = options(__doc__, argv, extra, model="facebook/opt-350m")
     shardwright.launch_from_torch(seed=42)
     coordinator = DistCoordinator()

@@ -18,7 +18,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from _shared import byte_tokenizer, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import byte_tokenizer, count, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shardwright import elastic
@@ -31,8 +31,8 @@ from shardwright.optim.lr_scheduler import CosineAnnealingWarmupLR
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
     extra.add_argument("--directory", type=Path, default=Path("run"), help="directory of the run's checkpoints")
-    extra.add_argument("--save-every", type=int, default=50)
-    extra.add_argument("--taken-at", type=int, help="get a SIGTERM in this step")
+    extra.add_argument("--save-every", type=count, default=50)
+    extra.add_argument("--taken-at", type=count, help="get a SIGTERM in this step")
     # --batch-size is that of all ranks here, so that a step is the same step on any number of them
     args = options(__doc__, argv, extra, model="Qwen/Qwen3-0.6B", batch_size=64, tiny={"save_every": 2})
 

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="families, types or classes with TEXT, with each where there are several",
     )
-    parser.add_argument("--family", "--filter", metavar="TEXT", default="", help="the same as TEXT")
+    parser.add_argument("--family", "--filter", metavar="TEXT", default=argparse.SUPPRESS, help="the same as TEXT")
     parser.add_argument("--json", action="store_true", help="all results as one JSON document, reasons in full")
     parser.add_argument(
         "--check",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    texts = [text for text in (*args.text, args.family) if text]
+    texts = [text for text in (*args.text, getattr(args, "family", "")) if text]
     if args.check is not None:
         if texts:
             print(

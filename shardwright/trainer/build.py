@@ -197,6 +197,22 @@ def make_optimizer(recipe: Recipe, model: Any) -> Any:
         raise RecipeError(f"optim={recipe.optim}: {first_line(error)}") from error
 
 
+def make_schedule(recipe: Recipe, optimizer: Any, total: int) -> Any:
+    """How the learning rate goes over `total` steps."""
+    try:
+        return transformers.get_scheduler(
+            recipe.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=_steps(recipe.warmup_steps, total),
+            num_training_steps=total,
+        )
+    except ValueError as error:  # polynomial ends at 1e-7 and cannot begin below
+        raise RecipeError(
+            f"lr_scheduler_type={recipe.lr_scheduler_type} and learning_rate={recipe.learning_rate:g}: "
+            f"{first_line(error)}"
+        ) from error
+
+
 def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
     """The trainer of a recipe on the ranks that there are, and what listeners are told at the start."""
     recipe = parts.recipe
@@ -231,12 +247,7 @@ def make_trainer(parts: Parts) -> tuple[Trainer, dict[str, Any]]:
         )
     total = recipe.max_steps if recipe.max_steps > 0 else math.ceil(recipe.num_train_epochs * len(data))
     optimizer = make_optimizer(recipe, model)
-    schedule = transformers.get_scheduler(
-        recipe.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=_steps(recipe.warmup_steps, total),
-        num_training_steps=total,
-    )
+    schedule = make_schedule(recipe, optimizer, total)
     name = type(model).__name__
     model, optimizer, _, data, schedule = booster.boost(model, optimizer, None, data, schedule)
     directory = Path(recipe.output_dir)

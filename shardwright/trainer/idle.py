@@ -43,6 +43,11 @@ _RULES = (
         "save_strategy: no writes no checkpoints; say save_strategy: steps",
     ),
     _Idle(
+        ("on_save_error",),
+        lambda recipe: recipe.save_strategy == "no" and not recipe.keeps_best,
+        "save_strategy: no writes no checkpoints; say save_strategy: steps",
+    ),
+    _Idle(
         ("save_steps",),
         lambda recipe: recipe.save_strategy == "epoch",
         "save_strategy: epoch writes a checkpoint at the end of every pass; say save_strategy: steps",

@@ -19,6 +19,7 @@ from ..files.errors import CheckpointError
 from ..lazy import LazyInitContext
 from ..lazy.notes import notes_of
 from ..utils.errors import divisors, nearest
+from ..utils.versions import is_installed
 from .errors import RecipeError
 from .hub import why_not
 from .recipe import Recipe
@@ -200,10 +201,15 @@ def _built(recipe: Recipe, made: Callable[[], Any]) -> Any:
 def _with_adapters(recipe: Recipe, model: Any) -> Any:
     if recipe.lora is None:
         return model
-    try:
-        import peft
-    except ImportError:
-        raise RecipeError("lora needs the package peft: pip install peft") from None
+    if not is_installed("peft"):
+        raise RecipeError("lora needs the package peft: pip install peft")
+    import peft
+
+    if recipe.lora.lora_alpha <= 0:
+        raise RecipeError(
+            f"lora.lora_alpha={recipe.lora.lora_alpha:g}: adapters are scaled by it, so none would be learned; give a "
+            "number above 0, such as 16"
+        )
     given = {key: value for key, value in vars(recipe.lora).items() if value is not None}
     names = [name.rpartition(".")[2] for name, _ in model.named_modules() if name]
     targets = recipe.lora.target_modules  # as text a pattern; of a list peft lets names pass that nothing has

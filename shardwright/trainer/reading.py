@@ -440,8 +440,11 @@ def _check_mix(key: str, mix: list[Source]) -> None:
         raise RecipeError(
             f"{key}.mix: sources of streams have no number of samples that could be their weight; give each a weight"
         )
-    if weights[0] is not None and not sum(weight or 0 for weight in weights):
-        raise RecipeError(f"{key}.mix: all weights are 0, so that nothing would be drawn; give one above 0")
+    if 0 in weights:
+        raise RecipeError(
+            f"{key}.mix[{weights.index(0)}].weight=0: nothing would be drawn of it; give a weight above 0, or leave "
+            "that source out"
+        )
     if weights[0] is not None and len(mix) == 1:
         raise RecipeError(
             f"{key}.mix[0].weight={weights[0]:g} is a share among sources, and there is one; leave it out"

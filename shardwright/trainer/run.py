@@ -20,7 +20,7 @@ from ..comm.compat import default_store
 from ..files.errors import CheckpointError
 from ..interface import NonFiniteLoss
 from . import layout as layouts
-from .build import Parts, check_length, make_optimizer, make_plugin, make_trainer, prepare
+from .build import Parts, check_length, make_optimizer, make_plugin, make_schedule, make_trainer, prepare
 from .errors import RecipeError, RowError
 from .models import build_model
 from .probes import check_order, check_packing
@@ -46,6 +46,7 @@ def check(recipe: Recipe, world_size: int) -> None:
         if any(data is not None and data.packing for data in (recipe.data, recipe.eval_data)):
             check_packing(whole)
         optimizer = make_optimizer(recipe, model)
+        make_schedule(recipe, optimizer, 1)
         samples = layouts.samples_of_a_step(recipe)
         plugin = make_plugin(recipe, sum(param.numel() for param in model.parameters()))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-import importlib.util
+import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..utils.errors import nearest, nearest_file
+from ..utils.versions import is_installed
 from .errors import RecipeError
 from .hub import why_not
 from .lines import LINES, PACKED, LineFile, Lines, Placed, Row, Rows, kind_of, read_text
@@ -186,7 +187,14 @@ def rows_of(data: Data, key: str, seed: int, task: Task) -> Rows | Iterable[Row]
         float(len(part)) if source.weight is None else source.weight
         for part, source in zip(counted, sources, strict=True)
     ]
-    return Mixture(counted, weights)
+    mixture = Mixture(counted, weights)
+    for at, source in enumerate(sources):
+        if not (mixture.part == at).any():
+            raise RecipeError(
+                f"{names[at]}.weight={source.weight:g} comes to no sample of the {len(mixture)} of a pass; give more, "
+                "or leave that source out"
+            )
+    return mixture
 
 
 def _rows_of_source(source: Source, key: str, task: Task) -> Any:
@@ -350,6 +358,6 @@ def _of_dataset(source: Source, key: str) -> Any:
 
 
 def _datasets(key: str) -> Any:
-    if importlib.util.find_spec("datasets") is None:
+    if not is_installed("datasets"):
         raise RecipeError(f"{key} needs the package datasets: pip install datasets; or give a .jsonl file as path")
     return importlib.import_module("datasets")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..utils.errors import nearest
+from ..utils.versions import is_installed
 from .errors import RecipeError
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
@@ -23,7 +23,7 @@ def wanted(report_to: str | Sequence[str]) -> list[str]:
         if name not in _PACKAGES:
             known = ["none", *_PACKAGES]
             raise RecipeError(f"report_to={name!r} is not one of {', '.join(known)}{nearest(name, known)}")
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        if not is_installed(_PACKAGES[name]):
             raise RecipeError(f"report_to: {name} is not installed; pip install {_PACKAGES[name]}, or report_to: none")
     return names
 

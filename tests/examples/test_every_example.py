@@ -131,6 +131,8 @@ def test_preferences_are_learned_from_where_the_reference_is(tmp_path: Path) -> 
     [
         ("lora.py", ["--output", "/proc/nowhere"], "'/proc/nowhere' cannot be made"),
         ("t5_summarise.py", ["--steps", "0"], "'0' is no whole number above 0"),
+        ("long_context.py", ["--tp", "0"], "'0' is no whole number above 0"),
+        ("checkpoints.py", ["--directory", "run", "--save-every", "0"], "'0' is no whole number above 0"),
         ("dpo.py", ["--length", "4"], "--length 4 ends before the answers begin"),
         ("bert/finetune.py", ["--task", "mrcp"], "invalid choice: 'mrcp'"),
     ],

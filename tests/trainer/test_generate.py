@@ -15,7 +15,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from recipe_files import LLAMA
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    set_seed,
+)
 
 from shardwright.cli.main import main
 from shardwright.trainer.tokenizer import byte_tokenizer
@@ -86,7 +94,9 @@ def test_adapters_are_put_on_their_model(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Named from where they are; the prompt is read from a pipe whose last line has an end, as `echo` writes it."""
-    (tmp_path / "base").symlink_to(directory / "model")
+    shutil.copytree(directory / "model", tmp_path / "base")
+    for tokenizer in (tmp_path / "base").glob("tokenizer*"):
+        tokenizer.unlink()
     model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     set_seed(3)
@@ -95,6 +105,7 @@ def test_adapters_are_put_on_their_model(
             torch.nn.init.normal_(weight, std=0.5)
     adapted.peft_config["default"].base_model_name_or_path = "../base"
     adapted.save_pretrained(tmp_path / "adapters")
+    byte_tokenizer().save_pretrained(tmp_path / "adapters")  # the model itself has none, as one that a recipe names
     ids = byte_tokenizer()("the fox", return_tensors="pt")["input_ids"]
     wanted = adapted.eval().generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
@@ -108,6 +119,32 @@ def test_adapters_are_put_on_their_model(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"f\xffx"), errors="surrogateescape"))
     assert main(["generate", str(tmp_path / "adapters")]) == 2
     assert "what stands on standard input is no text in UTF-8" in capsys.readouterr().err
+
+
+def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of Bart there is a causal class, too, which is not what was saved."""
+    set_seed(5)
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"vocab_size": 260, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "init_std": 0.5}
+    tokens = {"pad_token_id": 258, "bos_token_id": 256, "eos_token_id": 257, "decoder_start_token_id": 256}
+    config: Any = BartConfig(**layers, **sizes, **tokens, max_position_embeddings=32, forced_eos_token_id=None)
+    model: Any = BartForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    prompt = "the fox sees a bird, quietly"  # with the text it would fill more than the positions of a causal model
+    ids = byte_tokenizer()(prompt, return_tensors="pt")["input_ids"]
+    for options, named in (([], {"do_sample": False}), (["--num-beams", "3"], {"num_beams": 3})):
+        written = model.eval().generate(ids, max_new_tokens=9, **named)[0, 1:]
+        wanted = {"prompt": prompt, "text": byte_tokenizer().decode(written, skip_special_tokens=True)}
+        capsys.readouterr()
+        command = ["generate", str(tmp_path), "--prompt", prompt, "--max-new-tokens", "9", *options]
+        assert main([*command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {**wanted, "tokens": len(written)}
+    assert main(["generate", str(tmp_path), "--prompt", prompt, "--max-new-tokens", "9", "--greedy"]) == 0
+    assert capsys.readouterr().out.startswith(byte_tokenizer().decode(model.generate(ids, max_new_tokens=9)[0, 1:3]))
+    for prompt, tokens, said in (("a" * 40, "4", "a shorter prompt"), ("a", "40", "give --max-new-tokens 31")):
+        assert main(["generate", str(tmp_path), "--prompt", prompt, "--max-new-tokens", tokens]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_two_ranks_write_the_same(directory: Path) -> None:
@@ -139,6 +176,12 @@ def _adapters(folder: Path) -> Path:
     return folder
 
 
+def _classifier(folder: Path) -> Path:
+    told = {"base_model_name_or_path": str(folder), "task_type": "SEQ_CLS"}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    return folder
+
+
 def _split(folder: Path) -> Path:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -163,8 +206,9 @@ def _no_template(folder: Path) -> Path:
         (lambda folder: _without(folder, "model.safetensors"), [], "has no weights"),
         (_split, [], "lacks 1 of its 2 files of weights, model-1.safetensors first"),
         (lambda folder: _without(folder, "tokenizer.json", "tokenizer_config.json"), [], "has no tokenizer"),
-        (_bert, [], "BertForMaskedLM, which is no causal language model"),
+        (_bert, [], "BertForMaskedLM, which is neither a causal language model nor"),
         (_adapters, [], "adapters of nowhere/base, which is no directory here"),
+        (_classifier, [], "holds adapters of the task SEQ_CLS, which writes no text"),
         (_no_template, ["--chat"], "has no chat template; leave out --chat"),
         (lambda folder: folder, ["--system", "x"], "add --chat"),
         (lambda folder: folder, ["--temperature", "-1"], "--temperature -1.0 is too small"),
@@ -176,6 +220,8 @@ def _no_template(folder: Path) -> Path:
         ),
         (lambda folder: folder, ["--max-new-tokens", "255"], "the model's 256 positions; give --max-new-tokens 253"),
         (lambda folder: folder, ["--prompt", ""], "the prompt is empty"),
+        (lambda folder: folder, ["--seed", "-1"], "--seed -1 is none; give a whole number from 0"),
+        (lambda folder: folder, ["--stop", ""], "--stop is empty text"),
         (lambda folder: folder, ["--tp", "0"], "--tp 0 is too small"),
     ],
 )

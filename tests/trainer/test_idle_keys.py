@@ -31,6 +31,10 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"save_strategy": "no", "save_steps": 10}, "save_steps=10, and save_strategy: no writes no checkpoints"),
     ({"save_strategy": "epoch", "save_steps": 10}, "save_steps=10, and save_strategy: epoch writes a checkpoint at"),
     ({"save_strategy": "no", "save_total_limit": 1}, "save_total_limit=1, and save_strategy: no"),
+    (
+        {"save_strategy": "no", "on_save_error": "raise"},
+        "on_save_error=raise, and save_strategy: no writes no checkpoints",
+    ),
     ({"lr_scheduler_type": "constant", "warmup_steps": 9}, "say lr_scheduler_type: constant_with_warmup, or leave"),
     ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_steps=0.1, and lr_scheduler_type: constant"),
     ({"optim": "sgd", "adam_beta2": 0.95}, "adam_beta2=0.95, and optim: sgd does not read it"),
@@ -52,7 +56,7 @@ EFFECTIVE = {
     *("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
     *("max_steps", "learning_rate", "lr_scheduler_type", "optim", "weight_decay", "max_grad_norm", "on_nan"),
     *("spike_factor", "dataloader_num_workers", "logging_steps", "profile_steps", "report_to", "run_name"),
-    *("eval_strategy", "save_strategy", "on_save_error", "resume", "nproc"),
+    *("eval_strategy", "save_strategy", "resume", "nproc"),
 }
 REFUSED_ELSEWHERE = {
     *("labels", "mlm_probability", "rollbacks", "timeline_steps", "early_stopping_patience", "load_best_model_at_end"),

@@ -107,7 +107,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"mix": [{"path": "a.jsonl"}], "text": "words"}}, "data.text beside mix would have no effect"),
     ({"data": {"mix": [{"path": "a.jsonl"}], "streaming": True}}, "data.streaming beside mix"),
     ({"data": {"path": "a.jsonl", "weight": 3}}, "data.weight=3 is a share"),
-    ({"data": {"mix": [{"path": "a.jsonl", "weight": 0}]}}, "all weights are 0"),
+    ({"data": {"mix": [{"path": "a.jsonl", "weight": 0}]}}, "data.mix[0].weight=0: nothing would be drawn of it"),
+    ({"data": {"mix": [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 0}]}}, "data.mix[1].weight=0"),
     ({"data": {"mix": [{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl"}]}}, "give all or none"),
     ({"data": {"mix": 2 * [{"path": "a.jsonl", "streaming": True}]}}, "give each a weight"),
     ({"data": {"path": "a.jsonl", "streaming": True}, "save_strategy": "epoch"}, "say save_strategy: steps"),
@@ -210,6 +211,15 @@ WHOLE: list[tuple[dict[str, Any], str]] = [
     ({"resume": "."}, "no whole checkpoint"),
     ({"layout": {"gradient_checkpoint_config": {"ratio": 7}}}, "layout.gradient_checkpoint_config: "),
     ({"data": {"path": "train.jsonl", "streaming": True}, "per_device_train_batch_size": 64}, "a stream of 60"),
+    ({"lora": {"lora_alpha": 0}}, "lora.lora_alpha=0: adapters are scaled by it"),
+    (
+        {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
+        "lr_scheduler_type=polynomial and learning_rate=1e-08: ",
+    ),
+    (
+        {"data": {"mix": [{"path": "train.jsonl", "weight": weight} for weight in (1, 1e-3)]}},
+        "data.mix[1].weight=0.001 comes to no sample of the 120 of a pass",
+    ),
 ]
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.trainer.trackers import Tracker
+from shardwright.trainer import RecipeError
+from shardwright.trainer.trackers import Tracker, wanted
+from shardwright.utils.versions import is_installed
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -27,3 +29,15 @@ def test_the_project_of_the_environment_is_taken(
         monkeypatch.setenv(f"{name.upper()}_PROJECT", project)
     Tracker(name, "first", tmp_path, {"seed": 1}).started({})
     assert told == {"project": project or "shardwright", "name": "first", "config": {"seed": 1}}
+
+
+def test_a_directory_with_the_name_of_a_tracker_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts ranks with the directory of the job on their path, where wandb leaves its files in `wandb`."""
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    if is_installed("trackio"):
+        pytest.skip("trackio is installed, and so comes before the directory")
+    with pytest.raises(RecipeError, match="trackio is not installed; pip install trackio"):
+        wanted("trackio")
+    assert is_installed("json")

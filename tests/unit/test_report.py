@@ -15,6 +15,7 @@ from test_pipeline_timeline import made_up
 
 from shardwright.cli.main import main
 from shardwright.cli.report.curves import Curve, Point, chart, nice_ticks, running_mean, short, thinned
+from shardwright.cli.report.runs import read_run
 from shardwright.pipeline.snapshots import read_timelines, write_timelines
 
 VOID = {"meta", "br", "link", "img", "input"}
@@ -160,6 +161,21 @@ def test_a_run_whose_files_are_odd_is_drawn(tmp_path: Path) -> None:
     assert "the loss of 2 steps is no finite number" in page
     assert "Llama" in page
     assert "nan" not in page.lower()
+
+
+def test_evaluations_of_steps_that_were_trained_again_do_not_count(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 6)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "eval_loss" not in row]
+    lost = [*steps[:4], {"step": 4, "eval_loss": 0.25}, steps[4], {"step": 5, "eval_loss": 0.125}]
+    kept = [{"step": 3, "eval_loss": 4.0}, {"step": 5, "eval_loss": 2.0}]  # gone on from step 3
+    found = [*steps[:3], kept[0], *lost[3:], *steps[3:5], kept[1], steps[5], {"step": 6, "eval_loss": float("inf")}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    read = read_run(run)
+    assert [(row["step"], row["eval_loss"]) for row in read.evaluations[:-1]] == [(3, 4.0), (5, 2.0)]
+    assert [note for note in read.notes if "held-out" in note] == [
+        "the held-out loss of 1 evaluation is no finite number, at step 6 first"
+    ]
 
 
 def test_a_mean_goes_along_with_its_window() -> None:

@@ -126,6 +126,10 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         del given["temperature"]
     if greedy or args.sample or drawn:
         given["do_sample"] = not greedy
+    if not 0 <= args.seed < 2**32:
+        raise GenerateError(f"--seed {args.seed} is none; give a whole number from 0 to {2**32 - 1}")
+    if "" in getattr(args, "stop", ()):  # with which everything ends
+        raise GenerateError("--stop is empty text; give the text that it ends behind, or leave --stop out")
     if hasattr(args, "stop"):
         given["stop_strings"] = args.stop
     return given | {"max_new_tokens": args.max_new_tokens}

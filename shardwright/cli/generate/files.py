@@ -33,8 +33,10 @@ class Model:
     adapters: Path | None = None
 
 
-def find_model(path: Path) -> Model:
-    """The model of a directory, or the one that `shardwright train` has left below it."""
+def find_model(path: Path, tokenizer: Path | None = None) -> Model:
+    """The model of a directory, or the one that `shardwright train` has left below it; with the tokenizer of another
+    directory, where it has been found.
+    """
     if not path.is_dir():
         around = path.parent.iterdir() if path.parent.is_dir() else []
         what = "is a file; name the directory that it is in" if path.exists() else "there is no such directory"
@@ -43,7 +45,7 @@ def find_model(path: Path) -> Model:
     if not _is_model(path) and _is_model(path / "model"):
         path = path / "model"
     if (path / "adapter_config.json").is_file():
-        return _adapted(path)
+        return _adapted(path, tokenizer)
     if not (path / "config.json").is_file():
         hint = "name a directory that save_pretrained or booster.save_model wrote"
         if any(path.glob("**/*.json")) and any(part.startswith("step-") for part in (path.name, *_names(path))):
@@ -52,11 +54,11 @@ def find_model(path: Path) -> Model:
             hint = f"name {snapshots[-1].parent}"
         raise GenerateError(f"{path} has no config.json; {hint}")
     _check_weights(path)
-    if not any((path / name).is_file() for name in _TOKENIZERS):
+    if tokenizer is None and not _has_tokenizer(path):
         raise GenerateError(
             f"{path} has no tokenizer ({_TOKENIZERS[0]}); save it there: tokenizer.save_pretrained({str(path)!r})"
         )
-    return Model(path, path)
+    return Model(path, tokenizer or path)
 
 
 def _is_model(path: Path) -> bool:
@@ -85,9 +87,17 @@ def _check_weights(path: Path) -> None:
     )
 
 
-def _adapted(path: Path) -> Model:
-    """Adapters stand beside their tokenizer, and name the model that they belong to."""
-    base = _read(path / "adapter_config.json").get("base_model_name_or_path")
+def _has_tokenizer(path: Path) -> bool:
+    return any((path / name).is_file() for name in _TOKENIZERS)
+
+
+def _adapted(path: Path, tokenizer: Path | None) -> Model:
+    """Adapters stand beside their tokenizer, which the model that they belong to and name need not have."""
+    config = _read(path / "adapter_config.json")
+    kind = config.get("task_type")
+    if kind not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):  # the model that they name would write, and mean nothing by it
+        raise GenerateError(f"{path} holds adapters of the task {kind}, which writes no text")
+    base = config.get("base_model_name_or_path")
     # from here, as peft reads it, or else from where the adapters are
     where = next((one for one in (Path(base), path / base) if one.is_dir()), None) if base else None
     if where is None:
@@ -95,9 +105,8 @@ def _adapted(path: Path) -> Model:
             f"{path} holds the adapters of {base or 'a model without a name'}, which is no directory here; "
             "write where it is as base_model_name_or_path into adapter_config.json"
         )
-    found = find_model(where)
-    own = any((path / name).is_file() for name in _TOKENIZERS)
-    return Model(found.directory, path if own else found.tokenizer, path)
+    found = find_model(where, tokenizer or (path if _has_tokenizer(path) else None))
+    return Model(found.directory, found.tokenizer, path)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    TextStreamer,
+    set_seed,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from ...booster import Booster
@@ -31,12 +38,14 @@ def check(request: Request, device: str) -> None:
     if not tokens:
         raise GenerateError("the prompt is empty, and the tokenizer puts no token before it; give some text")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    wanted = tokens + request["options"]["max_new_tokens"]
-    if 1 < longest < wanted:
-        room = longest - tokens
-        fix = f"give --max-new-tokens {room}" if room > 0 else "give a shorter prompt"
+    # The text of an encoder-decoder has positions of its own, behind the token that it starts with.
+    beside = 1 if config.is_encoder_decoder else tokens
+    wanted = beside + request["options"]["max_new_tokens"]
+    if 1 < longest < max(wanted, tokens):
+        room = longest - beside
+        fix = f"give --max-new-tokens {room}" if room > 0 and tokens <= longest else "give a shorter prompt"
         raise GenerateError(
-            f"the prompt has {counted(tokens, 'token')}, which with --max-new-tokens {wanted - tokens} is more "
+            f"the prompt has {counted(tokens, 'token')}, which with --max-new-tokens {wanted - beside} is more "
             f"than the model's {longest} positions; {fix}"
         )
     if request["tp"] > 1:
@@ -95,7 +104,9 @@ def load_model(request: Request) -> Any:
     """The model of transformers, with adapters merged into its weights."""
     disable_progress_bar()
     dtype = _DTYPES.get(request["dtype"], "auto")
-    model: Any = AutoModelForCausalLM.from_pretrained(request["model"], dtype=dtype)
+    writer = _writer_of(AutoConfig.from_pretrained(request["model"]))
+    assert writer is not None, "`check` has seen that there is one"
+    model: Any = writer.from_pretrained(request["model"], dtype=dtype)
     if request["adapters"] is not None:
         import peft
 
@@ -118,7 +129,9 @@ def _write(request: Request, model: Any, prints: bool) -> None:
         options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     set_seed(request["seed"])  # of ranks, so that all draw the same words
     with torch.no_grad():
-        written = model.generate(**asked, **options)[0, asked["input_ids"].shape[1] :]
+        found = model.generate(**asked, **options)[0]
+    # An encoder-decoder writes behind a token of its own, other models behind the prompt.
+    written = found[1 if model.config.is_encoder_decoder else asked["input_ids"].shape[1] :]
     if flows or not prints:
         return
     text = tokenizer.decode(written, skip_special_tokens=True)
@@ -127,26 +140,35 @@ def _write(request: Request, model: Any, prints: bool) -> None:
 
 
 def _config(request: Request) -> Any:
-    """The config of a causal language model that transformers knows."""
+    """The config of a model of transformers that writes text."""
     try:
         config = AutoConfig.from_pretrained(request["model"])
     except Exception as error:  # of many kinds
         raise GenerateError(
             f"{request['model']}/config.json is none that transformers knows ({_first_line(error)})"
         ) from error
-    known = AutoModelForCausalLM._model_mapping
-    classes: Any = known.get(type(config), ())
-    names = [one.__name__ for one in (classes if isinstance(classes, (tuple, list)) else (classes,))]
-    saved = list(config.architectures or names)
-    if not set(saved) & set(names):
-        what = saved[0] if saved else config.model_type
-        raise GenerateError(f"{request['model']} holds a {what}, which is no causal language model; it writes no text")
+    if _writer_of(config) is None:
+        what = (config.architectures or [config.model_type])[0]
+        raise GenerateError(
+            f"{request['model']} holds a {what}, which is neither a causal language model nor an encoder-decoder "
+            "with a head for one; it writes no text"
+        )
     if request["adapters"] is not None:
         try:
             import peft  # noqa: F401
         except ImportError:
             raise GenerateError(f"{request['adapters']} holds adapters, which need peft: pip install peft") from None
     return config
+
+
+def _writer_of(config: Any) -> Any:
+    """The class that loads a model that writes text, which is a causal one or an encoder-decoder; None for others."""
+    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+        classes: Any = auto._model_mapping.get(type(config), ())
+        names = [one.__name__ for one in (classes if isinstance(classes, (tuple, list)) else (classes,))]
+        if set(config.architectures or names) & set(names):
+            return auto
+    return None
 
 
 def _check_devices(tp: int, device: str) -> None:
@@ -166,7 +188,7 @@ def _check_layout(config: Any, tp: int) -> None:
     launch(0, tp, None, None, backend="fake")
     try:
         with LazyInitContext():
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model: Any = _writer_of(config).from_config(config)
         HybridParallelPlugin(tp_size=tp, precision="fp32").preflight(model, None)
     except ValueError as error:
         raise GenerateError(f"--tp {tp}: {_first_line(error)}") from error

@@ -70,6 +70,8 @@ def read_run(path: Path) -> Run:
             while run.steps and run.steps[-1]["step"] >= row["step"]:  # it went on from a checkpoint before them
                 run.steps.pop()
                 again += 1
+            while run.evaluations and run.evaluations[-1]["step"] >= row["step"]:  # of weights that are no more
+                run.evaluations.pop()
             run.steps.append(row)
     if not run.steps:
         raise ValueError(f"{metrics} has no step; there is nothing to draw before the first one is over")
@@ -84,6 +86,12 @@ def read_run(path: Path) -> Run:
     if strange:
         run.notes.append(
             f"the loss of {counted(len(strange), 'step')} is no finite number, that of step {strange[0]} first"
+        )
+    strange = [row["step"] for row in run.evaluations if _finite(row[_EVALUATION]) is None]
+    if strange:
+        run.notes.append(
+            f"the held-out loss of {counted(len(strange), 'evaluation')} is no finite number, at step {strange[0]} "
+            "first"
         )
     run.told = _told(_mapping(folder / "run.json", run.notes), run.notes)
     recipe = _mapping(folder / "recipe.yaml", run.notes)
