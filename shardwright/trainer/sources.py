@@ -86,7 +86,8 @@ class Joined(_OfParts):
 
 
 class Mixture(_OfParts):
-    """As many rows as the parts have together, of each as its weight says: small parts repeat, large ones are cut.
+    """As many rows as the parts have together, of each as its weight says: small parts repeat, of large ones rows are
+    left out, evenly from the first one to the last.
 
     Row i of part p comes around evenly between those of the others, so that a prefix has the shares of the whole.
     """
@@ -101,14 +102,21 @@ class Mixture(_OfParts):
         part = np.repeat(np.arange(len(parts)), counts)
         inner = np.concatenate([np.arange(count) for count in counts])
         order = np.argsort((inner + 0.5) / counts[part], kind="stable")
-        self.part, self.inner = part[order], inner[order]
+        rows = [self._rows(len(one), int(count)) for one, count in zip(parts, counts, strict=True)]
+        self.part, self.inner = part[order], np.concatenate(rows)[order]
+
+    @staticmethod
+    def _rows(there: int, wanted: int) -> Any:
+        """[wanted] numbers of rows, of `there`."""
+        numbers = np.arange(wanted)
+        return numbers * there // wanted if wanted < there else numbers % there
 
     def __len__(self) -> int:
         return len(self.part)
 
     def _find(self, index: int) -> tuple[Any, int]:
         part = self.parts[self.part[index]]
-        return part, int(self.inner[index]) % len(part)
+        return part, int(self.inner[index])
 
 
 class MixedStream(Iterable[Row]):

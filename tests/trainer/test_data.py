@@ -20,6 +20,7 @@ from shardwright.trainer.counting import labels_of, tokens_of
 from shardwright.trainer.datasets import Evened, EvenedSampler
 from shardwright.trainer.packing import fill
 from shardwright.trainer.samples import IGNORED, Encoder
+from shardwright.trainer.sources import Mixture
 from shardwright.trainer.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 
 
@@ -177,6 +178,14 @@ def test_every_sample_comes_once_in_a_pass() -> None:
             plain.set_epoch(epoch)
             dealt = [list(one) for one in order]
             assert [at for step in zip(*dealt, strict=True) for at in step] == [*plain, 10, 11]
+
+
+def test_a_mixture_has_its_shares_from_all_of_a_source() -> None:
+    """Half of each: of ten rows seven are chosen from first to last, and four come around."""
+    mixture = Mixture([[f"a{number}" for number in range(10)], [f"b{number}" for number in range(4)]], [2, 2])
+    rows: list[Any] = list(mixture)
+    assert rows[::2] == ["a0", "a1", "a2", "a4", "a5", "a7", "a8"]
+    assert rows[1::2] == ["b0", "b1", "b2", "b3", "b0", "b1", "b2"]
 
 
 def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
