@@ -189,7 +189,8 @@ def make_optimizer(recipe: Recipe, model: Any) -> Any:
         "adamw_torch_fused": lambda lr: torch.optim.AdamW(groups, lr=lr, fused=True, **adam),
         "hybrid_adam": lambda lr: HybridAdam(groups, lr=lr, **adam),
         "sgd": lambda lr: torch.optim.SGD(groups, lr=lr),
-        "adafactor": lambda lr: torch.optim.Adafactor(groups, lr=lr),
+        # as transformers' Trainer has it: torch's takes `lr` relative to the size of weights
+        "adafactor": lambda lr: transformers.Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False),
     }
     try:
         return makers[recipe.optim](lr=recipe.learning_rate)

@@ -13,6 +13,7 @@ import torch
 from recipe_files import LLAMA, recipe, sentences, write_chat, write_text
 from torch.utils.data import DataLoader
 from transformers import (
+    Adafactor,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -59,9 +60,13 @@ def by_hand(
     parts = prepare(build_recipe(given))
     dataset = parts.dataset("data")
     model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=given["learning_rate"], eps=given["adam_epsilon"], weight_decay=0.0
-    )
+    optimizer: torch.optim.Optimizer
+    if given.get("optim") == "adafactor":  # as transformers' Trainer makes it
+        optimizer = Adafactor(model.parameters(), lr=given["learning_rate"], scale_parameter=False, relative_step=False)
+    else:
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=given["learning_rate"], eps=given["adam_epsilon"], weight_decay=0.0
+        )
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
     order = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0, seed=given["seed"], shuffle=True)
     losses = []
@@ -127,6 +132,17 @@ def test_the_losses_are_those_of_a_plain_loop(
     assert losses_of(given) == pytest.approx(wanted, abs=2e-5)
     trained = AutoModelForCausalLM.from_pretrained(Path(given["output_dir"]) / "model", dtype=torch.float32)
     assert trained.config.use_cache
+    for (name, theirs), ours in zip(model.named_parameters(), trained.parameters(), strict=True):
+        assert (theirs - ours).abs().max() < 1e-5, name
+
+
+def test_adafactor_is_that_of_transformers(tmp_path: Path) -> None:
+    given = {**start_model(tmp_path), "optim": "adafactor", "layout": {"zero_stage": 2}}
+    del given["adam_epsilon"]
+    wanted, model = by_hand(given, 2 * given["per_device_train_batch_size"], 3)
+    run_ranks(train_on_rank, 2, given)
+    assert losses_of(given) == pytest.approx(wanted, abs=2e-5)
+    trained = AutoModelForCausalLM.from_pretrained(Path(given["output_dir"]) / "model", dtype=torch.float32)
     for (name, theirs), ours in zip(model.named_parameters(), trained.parameters(), strict=True):
         assert (theirs - ours).abs().max() < 1e-5, name
 
