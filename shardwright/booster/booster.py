@@ -139,6 +139,7 @@ class Booster(metaclass=ExplainedArguments):
 
     @explained({"dataloader_train": "it is called dataloader here", "scheduler": "it is called lr_scheduler here"})
     @job.heeds_failures
+    @torch.inference_mode(False)  # a script that only evaluates may boost where it has turned gradients off
     def boost(
         self,
         model: nn.Module,
