@@ -5,9 +5,11 @@ from __future__ import annotations
 import bdb
 import socket
 import sys
+import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -164,6 +166,40 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [silent(3.0, seconds) for seconds in (2.0, 4.0)] == [False, True]
     waits[0] = False
     assert not silent(3.0, 1e6)
+
+
+def test_a_silent_store_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is overdue just when the store has stopped: that the inquiry may take 10 s adds nothing to what the
+    watching thread has waited for.
+    """
+    here, told, forever = (socket.gethostname(), 7), [], threading.Event()
+    job = SimpleNamespace(server=here, failure=None, ending=False, has_store=True, rank=1)
+    mine = Heart()
+    mine.budgets = Budgets(1.0)
+    mine.enter("Booster.execute_pipeline")
+    asked = time.monotonic()
+    mine.since = asked - 1.0
+    watches = watchdog.Watchdog(cast("Job", job), lambda: asked)
+
+    def end_alone(_: Any, why: str) -> None:
+        told.append((why, time.monotonic() - asked))
+        watches._done.set()
+
+    for name, value in {
+        "heart": mine,
+        "main_stack": lambda: (True, ()),
+        "is_stopped": lambda _: True,
+        "_inquire": lambda *_: forever.wait(60),
+        "_end_alone": end_alone,
+    }.items():
+        monkeypatch.setattr(watchdog, name, value)
+    watches.start()
+    watches.join(60)
+    forever.set()
+    ((why, seconds),) = told
+    assert "execute_pipeline had taken" in why
+    assert "its budget is 1 s" in why
+    assert seconds < watchdog._STORE - 1
 
 
 def test_budgets_are_learned_from_steps_alone() -> None:
