@@ -32,6 +32,13 @@ class NonFiniteLoss(FloatingPointError):
     """A loss or a gradient norm was nan or inf, and `on_nan="stop"`."""
 
 
+def say_why_not_back(error: Exception, rollbacks: int, left: int) -> None:
+    """Of a loss that ends a run that may go back so often, `left` times more: why it does not, behind its words."""
+    if rollbacks:
+        why = "had no checkpoint to go back to: save earlier" if left else "has been used up"
+        error.args = (f"{error}. rollbacks={rollbacks} {why}",)
+
+
 class Witness(Protocol):
     """Of steps that are not taken: what says where the number came from."""
 
