@@ -88,6 +88,11 @@ class LossGuard:
         if self.witness is not None:
             self.witness.forget()
 
+    @property
+    def is_amid_step(self) -> bool:
+        """Whether a loss was differentiated since the last step, so that there are gradients of half a step."""
+        return self._losses is not None and self._generation == job.generation()
+
     def go_on_behind(self, step: int) -> None:
         """What is said from here on names the run's steps, not this process's: a checkpoint of `step` was loaded."""
         self.step, self._losses, self._taken = step, None, None
