@@ -41,6 +41,7 @@ from .cluster import launch_from_torch
 from .cluster.ending import exit_together
 from .files.errors import CheckpointNotFound
 from .interface import NonFiniteLoss
+from .interface.loss_guard import say_why_not_back
 from .logging import get_dist_logger
 
 INTERRUPTED = 143  # what a shell reports of a program that SIGTERM ended
@@ -63,7 +64,8 @@ class Run:
         self, directory: Path, save_every: int | None, keep_last: int | None, on_save_error: str, rollbacks: int
     ) -> None:
         self.directory, self.save_every, self.keep_last = directory, save_every, keep_last
-        self._guarded, self.rollbacks = Guard(on_save_error), rollbacks
+        self._guarded = Guard(on_save_error)
+        self.rollbacks, self._allowed = rollbacks, rollbacks  # that are left, and those of the whole job
         self._behind: dict[str, Any] | None = None  # where data goes on after steps that were left out
         self.step = 0
         self.saved = 0  # the step of the last save that was begun
@@ -147,11 +149,13 @@ class Run:
 
     def roll_back(self, error: Exception) -> bool:
         """After a loss that is not finite, raised on all ranks before the step was taken: whether to begin again at the
-        last checkpoint, without the data of the steps since. There is no going back where nothing was saved.
+        last checkpoint, without the data of the steps since. There is no going back where nothing was saved, and the
+        error says so.
         """
         booster = self._require()
         self._guarded(self.saved, booster.wait)
         if self.rollbacks == 0 or not candidates(self.directory)[0]:
+            say_why_not_back(error, self._allowed, self.rollbacks)
             return False
         self.rollbacks -= 1
         loader = self._trained["dataloader"]

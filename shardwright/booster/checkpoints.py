@@ -38,7 +38,7 @@ class Checkpoints:
     def __init__(self, plugin: Plugin | None) -> None:
         self._plugin = plugin
         self._background = Background()
-        self._said_precision = False
+        self._said_precision = self._has_said_amid_step = False
         # References on both sides: a dictionary that holds a value forever would hold the key that the value knows.
         self._models: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -94,6 +94,8 @@ class Checkpoints:
         owner = self._model_of(optimizer)
         position, agreement = self._setting(model if model is not None else owner, f"booster.save to {path}")
 
+        self._say_if_amid_step(path, optimizer, position)
+
         def gather() -> Contents:
             return collect(
                 position,
@@ -107,6 +109,19 @@ class Checkpoints:
             )
 
         save(_path(path), gather, position, agreement, self._background, use_async=use_async, keep_last=keep_last)
+
+    def _say_if_amid_step(self, path: StrPath, optimizer: Any, position: Position) -> None:
+        """Once, by the first rank of each stage: of a pipeline the last one alone has a loss."""
+        guard = optimizer.loss_guard if isinstance(optimizer, OptimizerWrapper) else None
+        is_first = position.coordinate("dp_sp") == position.coordinate("tp") == 0
+        if guard is None or not guard.is_amid_step or not is_first or self._has_said_amid_step:
+            return
+        self._has_said_amid_step = True
+        get_dist_logger().warning(
+            f"booster.save to {path} in the middle of a step: gradients of calls since the last optimizer.step() are "
+            "not in a checkpoint, and a run that goes on from this one takes that step without them. Save behind "
+            "optimizer.step()"
+        )
 
     def load(
         self, path: StrPath, model: nn.Module | None, optimizer: Any, lr_scheduler: Any, dataloader: Any, check: bool

@@ -39,6 +39,7 @@ _SENDING = "torch/distributed/tensor/_collective_utils.py"
 # waits for one, as DTensor, FSDP's norm of gradients and compiled code do.
 _OPERATORS = "torch/_ops.py"
 _OF_COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional.", "c10d.")
+_SAVES = "shardwright/checkpoint/background.py"  # waits for the thread that it saves in
 FRAMES = 3  # of a condensed traceback
 _LONGEST = 20_000  # characters of a traceback in the store
 _PACKAGE = str(Path(__file__).parents[1])
@@ -200,8 +201,14 @@ def main_stack() -> tuple[bool, tuple[str, ...]]:
 
 
 def main_frames() -> tuple[FrameType | None, list[traceback.FrameSummary]]:
-    """(innermost frame, all of them) of the main thread, or of the one that runs for it."""
+    """(innermost frame, all of them) of the main thread, or of the one that runs for it. Where it waits for its own
+    save, those of the thread that saves are behind its own: that one writes, or waits for other ranks.
+    """
     frame, stack = _stack_of(threading.main_thread())
+    saving = _saving_for(frame)
+    if saving is not None:
+        innermost, behind = _stack_of(saving)
+        return (frame, stack) if innermost is None else (innermost, stack + behind)
     if _waits_for_its_turn(frame):  # the other one of two runs
         others = [_stack_of(thread) for thread in threading.enumerate() if thread.name == BACKWARD_THREAD]
         frame, stack = next((each for each in others if not _waits_for_its_turn(each[0])), (frame, stack))
@@ -236,6 +243,22 @@ def _stack_of(thread: threading.Thread) -> tuple[FrameType | None, list[tracebac
 
 def _waits_for_its_turn(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.endswith("pipeline/two_at_once.py")
+
+
+def _saving_for(frame: FrameType | None) -> threading.Thread | None:
+    """The thread of `Background` that a thread whose innermost frame this is waits for the end of."""
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_filename.endswith(_SAVES):
+        return None
+    background = frame.f_locals.get("self")
+    saving = getattr(background, "_thread", None)
+    return saving if isinstance(saving, threading.Thread) else None
+
+
+def waits_for_save(stack: list[traceback.FrameSummary]) -> bool:
+    """Whether a stack of `main_frames` is of one that waits for its own save."""
+    return any(frame.name == "wait" and frame.filename.endswith(_SAVES) for frame in stack)
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import groups
-from .failure import collective_operator, condense, main_frames, waits_in
+from .failure import collective_operator, condense, main_frames, waits_for_save, waits_in
 from .heart import heart
 
 _LONGEST = 8000  # characters of a stack
@@ -44,6 +44,8 @@ class Standing:
     frames        condensed stack of the main thread, outermost first; `stack` is all of it
     busy          what takes long and is no fault: "a debugger", "a compilation", else ""
     moved         whether it went on while it was looked at, so that its stack may be behind what it is said to be in
+    saves         whether its main thread waits for its own save: `waits`, `collective` and the innermost frame are then
+                  those of the thread that saves
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Standing:
     stack: str
     busy: str = ""
     moved: bool = False
+    saves: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -73,7 +76,12 @@ class Standing:
     def line(self) -> str:
         """One line: who, in what, where."""
         how = f"waits in {self.collective}" if self.collective else "waits" if self.waits else "works"
-        at = f", at {self.frames[-2 if self.waits and len(self.frames) > 1 else -1]}" if self.frames else ""
+        if self.saves:
+            how = f"waits for its own save, which {how}"
+            if not self.waits and self.frames:
+                how += f" at {self.frames[-1]}"
+        is_inside = (self.waits or self.saves) and len(self.frames) > 1  # the innermost is not what it was called from
+        at = f", at {self.frames[-2 if is_inside else -1]}" if self.frames else ""
         went_on = " (it went on while it was looked at)" if self.moved else ""
         return f"{self.who} {how}, in {self.doing}{at}{went_on}"
 
@@ -106,6 +114,7 @@ def stand(rank: int, place: str) -> Standing:
         stack if len(stack) <= _LONGEST else "  [...]\n" + stack[-_LONGEST:],
         busy,
         moved,
+        waits_for_save(frames),
     )
 
 

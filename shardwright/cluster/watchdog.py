@@ -54,22 +54,20 @@ class Watchdog(threading.Thread):
         self._job, self._asked_since = job, asked_since
         self._done = threading.Event()
         self._unheard: dict[int, str | None] = {}  # ranks that have not answered the last inquiry, with their last beat
+        self._looked = self._awake = time.monotonic()  # the last look, and the end of the last time it was stopped for
 
     def stop(self) -> None:
         self._done.set()
         self.join(2 * POLL)
 
     def run(self) -> None:
-        looked = awake = time.monotonic()
+        self._looked = self._awake = time.monotonic()
         told = 0  # of what number of calls, that there has been none since for long
         while not self._done.wait(POLL):
-            before, looked = looked, time.monotonic()
-            if looked - before > _STOPPED:  # SIGSTOP and SIGCONT, a suspended job
-                heart.excuse(before, looked)
-                awake = looked
-            asked = self._asked_since()
-            if asked is not None and is_silent(looked - max(asked, awake), self._job.server):
-                _end_alone(self._job, f"it waits, in {heart.words()}, and has heard nothing for {looked - asked:.0f} s")
+            self._excuse_stops()
+            unheard = self._unanswered()
+            if unheard is not None:
+                _end_alone(self._job, f"it waits, in {heart.words()}, and has heard nothing for {unheard:.0f} s")
             if heart.number != told and _says_that_it_idles(self._job):
                 told = heart.number
             took = heart.overdue()
@@ -78,11 +76,37 @@ class Watchdog(threading.Thread):
             number = heart.number
             inquiry = threading.Thread(target=_inquire, args=(self._job, took, self._unheard), daemon=True)
             inquiry.start()
-            inquiry.join(_STORE)
+            self._wait_for(inquiry)
             is_lost = inquiry.is_alive() or not self._job.has_store
             if is_lost and self._job.failure is None and heart.number == number and heart.overdue():
                 _end_alone(self._job, f"{_said(heart.call, took)}; its budget is {heart.budgets.why(heart.call)}")
-            looked = time.monotonic()
+
+    def _excuse_stops(self) -> float:
+        """Seconds that this process was stopped for since the last look (SIGSTOP and SIGCONT, a suspended job)."""
+        before, self._looked = self._looked, time.monotonic()
+        if self._looked - before <= _STOPPED:
+            return 0.0
+        heart.excuse(before, self._looked)
+        self._awake = self._looked
+        return self._looked - before
+
+    def _unanswered(self) -> float | None:
+        """Seconds for which the watching thread has waited for a store that will not answer; None of others."""
+        asked = self._asked_since()
+        if asked is None or not is_silent(self._looked - max(asked, self._awake), self._job.server):
+            return None
+        return self._looked - asked
+
+    def _wait_for(self, inquiry: threading.Thread) -> None:
+        """Until it has ended, or the store has had its time for it: what the watching thread has waited before counts
+        too.
+        """
+        deadline = time.monotonic() + _STORE
+        while inquiry.is_alive() and self._looked < deadline:
+            inquiry.join(POLL)
+            deadline += self._excuse_stops()
+            if self._unanswered() is not None:
+                return
 
 
 class Inquiry(NamedTuple):

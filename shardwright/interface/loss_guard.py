@@ -32,6 +32,13 @@ class NonFiniteLoss(FloatingPointError):
     """A loss or a gradient norm was nan or inf, and `on_nan="stop"`."""
 
 
+def say_why_not_back(error: Exception, rollbacks: int, left: int) -> None:
+    """Of a loss that ends a run that may go back so often, `left` times more: why it does not, behind its words."""
+    if rollbacks:
+        why = "had no checkpoint to go back to: save earlier" if left else "has been used up"
+        error.args = (f"{error}. rollbacks={rollbacks} {why}",)
+
+
 class Witness(Protocol):
     """Of steps that are not taken: what says where the number came from."""
 
@@ -80,6 +87,11 @@ class LossGuard:
         self._losses = None
         if self.witness is not None:
             self.witness.forget()
+
+    @property
+    def is_amid_step(self) -> bool:
+        """Whether a loss was differentiated since the last step, so that there are gradients of half a step."""
+        return self._losses is not None and self._generation == job.generation()
 
     def go_on_behind(self, step: int) -> None:
         """What is said from here on names the run's steps, not this process's: a checkpoint of `step` was loaded."""

@@ -78,7 +78,7 @@ def train(recipe: Recipe) -> int:
 def _way_on(recipe: Recipe) -> str:
     """What can be done with a run that on_nan: stop or spike_factor has ended."""
     if not candidates(Path(recipe.output_dir) / "checkpoints")[0]:
-        return "; there is no checkpoint to go on from"
+        return "" if recipe.rollbacks else "; there is no checkpoint to go on from"  # which the error says then
     return "; resume=true goes on from the last checkpoint, and rollbacks=1 with it leaves out such data"
 
 

@@ -21,6 +21,7 @@ from ..checkpoint.guard import Guard
 from ..checkpoint.lock import claim
 from ..checkpoint.preemption import SaveOnSignal
 from ..interface import NonFiniteLoss
+from ..interface.loss_guard import say_why_not_back
 from ..logging import get_dist_logger
 from ..pipeline.snapshots import WARM_UP, Camera
 from ..pipeline.timeline import Timeline
@@ -145,7 +146,8 @@ class Trainer:
         self.must_match = dict(must_match or {})
         if rollbacks < 0:
             raise ValueError(f"rollbacks={rollbacks} must be at least 0")
-        self.rollbacks, self._spikes = rollbacks, SpikeWatch(spike_factor)
+        self.rollbacks, self._allowed = rollbacks, rollbacks  # that are left, and those of the whole run
+        self._spikes = SpikeWatch(spike_factor)
         self._guarded = Guard(on_save_error)
         self._saving, self._begun = 0, True  # the step of the last save, and whether it got to the background
         self.listeners = listeners if dist.get_rank() == 0 else ()
@@ -257,10 +259,11 @@ class Trainer:
 
     def _roll_back(self, error: Exception) -> bool:
         """To the last checkpoint, and on behind the batch that was used last; False where there is none, or it was done
-        often enough. On all ranks alike.
+        often enough, which `error` says then. On all ranks alike.
         """
         self._wait()
         if self.rollbacks == 0 or not (self._has_own and candidates(self.checkpoints)[0]):
+            say_why_not_back(error, self._allowed, self.rollbacks)
             return False
         self.rollbacks -= 1
         # The data goes on where it is, and in best/ is what evaluations since the checkpoint have put there.

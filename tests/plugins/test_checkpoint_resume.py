@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from shardwright import Booster
+from shardwright.booster import checkpoints
 from shardwright.checkpoint.preemption import SaveOnSignal
 from shardwright.files import disk
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -287,3 +288,47 @@ def preempted(rank: int, world: int) -> list[bool]:
 
 def test_a_signal_on_one_rank_reaches_all_at_the_same_step() -> None:
     assert run_ranks(preempted, 2) == [[False, False, True, True]] * 2
+
+
+def save_amid_a_step(rank: int, world: int, settings: dict[str, Any], path: Path) -> list[str]:
+    """What this rank says of four saves: before and behind a step, and twice between two calls of the next."""
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **settings))
+    model = zoo.build(NAME, dtype=torch.float32)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    first, told = 2 * booster.plugin.data_parallel[1], list[str]()  # type: ignore[union-attr]
+    ids = torch.stack([Texts()[first + row]["input_ids"] for row in range(2)])
+
+    def call() -> None:
+        batch = {"input_ids": ids, "labels": ids}
+        booster.execute_pipeline(iter([batch]), model, lambda out, _: out.loss, optimizer)
+
+    def save(step: int) -> None:
+        booster.save(path / f"step-{step}", model=model, optimizer=optimizer, step=step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(checkpoints.get_dist_logger()), "warning", lambda _, words, *rest, **more: told.append(words)
+        )
+        save(0)
+        call()
+        optimizer.step()
+        save(1)  # gradients are there, and were used
+        optimizer.zero_grad()
+        save(2)
+        assert not told
+        for step in (3, 4):
+            with booster.no_sync(model, optimizer):
+                call()
+            save(step)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("settings", "speaks"), [({"zero_stage": 2}, 0), ({"pp_size": 2, "num_microbatches": 2}, 1)], ids=["zero2", "pp2"]
+)
+def test_a_save_between_calls_of_a_step_is_warned_of(settings: dict[str, Any], speaks: int, tmp_path: Path) -> None:
+    told = run_ranks(save_amid_a_step, 2, settings, tmp_path)
+    assert not told[1 - speaks]
+    (words,) = told[speaks]
+    assert "step-3 in the middle of a step" in words
+    assert "Save behind optimizer.step()" in words

@@ -98,12 +98,18 @@ def test_bad_batches_are_left_out(tmp_path: Path) -> None:
     trainer, plain = trained(tmp_path / "jump", {14: 50.0, 23: 50.0}, rollbacks=2, spike_factor=10.0)
     # 14 is in step 14; of 19 steps since 23 is in step 19, behind the save of step 15
     expect(trainer, plain, {11, 12, 13, 14, 20, 21, 22, 23})
-    with pytest.raises(LossSpike, match=r"the loss of step 14 is .*, more than spike_factor=10 times the median"):
+    with pytest.raises(
+        LossSpike, match=r"the loss of step 14 is .*, more than spike_factor=10 times the median"
+    ) as raised:
         trained(tmp_path / "end", {14: 50.0}, spike_factor=10.0)
-    with pytest.raises(NonFiniteLoss):
+    assert "rollbacks" not in str(raised.value)
+    with pytest.raises(NonFiniteLoss, match=r"\. rollbacks=1 has been used up$"):
         trained(tmp_path / "again", {8: float("nan"), 9: float("inf")}, rollbacks=1)
-    with pytest.raises(NonFiniteLoss):
-        trained(tmp_path / "early", {3: float("nan")}, rollbacks=5)  # there is nothing to go back to
+    nothing = r"\. rollbacks=5 had no checkpoint to go back to: save earlier$"
+    with pytest.raises(NonFiniteLoss, match=nothing):
+        trained(tmp_path / "early", {3: float("nan")}, rollbacks=5)
+    with pytest.raises(LossSpike, match=nothing):
+        trained(tmp_path / "jump early", {14: 50.0}, rollbacks=5, spike_factor=10.0, save=Every(steps=50))
 
 
 class Scored(Squares):

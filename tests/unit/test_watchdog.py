@@ -5,9 +5,13 @@ from __future__ import annotations
 import bdb
 import socket
 import sys
+import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
-from types import FrameType
+from functools import partial
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shardwright
+from shardwright.checkpoint.background import Background
 from shardwright.cluster import standing, watchdog
-from shardwright.cluster.failure import waits_in
+from shardwright.cluster.failure import main_frames, waits_for_save, waits_in
 from shardwright.cluster.heart import OUTSIDE, Budgets, Heart
 from shardwright.cluster.heart import heart as shared_heart
 from shardwright.cluster.job import Job
@@ -164,6 +170,69 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [silent(3.0, seconds) for seconds in (2.0, 4.0)] == [False, True]
     waits[0] = False
     assert not silent(3.0, 1e6)
+
+
+def test_a_silent_store_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is overdue just when the store has stopped: that the inquiry may take 10 s adds nothing to what the
+    watching thread has waited for.
+    """
+    here, told, forever = (socket.gethostname(), 7), [], threading.Event()
+    job = SimpleNamespace(server=here, failure=None, ending=False, has_store=True, rank=1)
+    mine = Heart()
+    mine.budgets = Budgets(1.0)
+    mine.enter("Booster.execute_pipeline")
+    asked = time.monotonic()
+    mine.since = asked - 1.0
+    watches = watchdog.Watchdog(cast("Job", job), lambda: asked)
+
+    def end_alone(_: Any, why: str) -> None:
+        told.append((why, time.monotonic() - asked))
+        watches._done.set()
+
+    for name, value in {
+        "heart": mine,
+        "main_stack": lambda: (True, ()),
+        "is_stopped": lambda _: True,
+        "_inquire": lambda *_: forever.wait(60),
+        "_end_alone": end_alone,
+    }.items():
+        monkeypatch.setattr(watchdog, name, value)
+    watches.start()
+    watches.join(60)
+    forever.set()
+    ((why, seconds),) = told
+    assert "execute_pipeline had taken" in why
+    assert "its budget is 1 s" in why
+    assert seconds < watchdog._STORE - 1
+
+
+def test_who_waits_for_its_own_save_is_seen_by_what_saves() -> None:
+    background, told, done = Background(), list[Standing](), list[bool]()
+
+    def look() -> None:
+        while not waits_for_save(main_frames()[1]):
+            time.sleep(0.01)
+        told.append(stand(0, "dp=0"))
+        done.append(True)
+
+    def save_in(file: str) -> None:
+        done.clear()
+        code = compile("while not done: pass", str(Path(shardwright.__file__).parent / file), "exec")
+        background.start(partial(exec, code, {"done": done}))
+        looks = threading.Thread(target=look)
+        looks.start()
+        background.wait()
+        looks.join()
+
+    save_in("files/disk.py")
+    save_in("comm/collectives.py")
+    writes, waits = told
+    assert (writes.saves, writes.waits, waits.saves, waits.waits) == (True, False, True, True)
+    assert "rank 0 (dp=0) waits for its own save, which works at disk.py:1" in writes.line()
+    assert "rank 0 (dp=0) waits for its own save, which waits, in" in waits.line()
+    assert all("save_in: background.wait()" in each.line() for each in told)
+    assert not stand(0, "dp=0").saves
+    assert Standing.from_json(writes.to_json()) == writes
 
 
 def test_budgets_are_learned_from_steps_alone() -> None:
