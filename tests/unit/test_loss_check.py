@@ -325,6 +325,12 @@ def test_heads_that_values_of_a_microbatch_steer_are_refused(criterion: Any, sam
         Loop(headed(criterion)).step(lambda outputs, inputs: outputs["loss"], samples)
 
 
+def test_a_length_that_the_second_run_does_not_have_is_refused_before_the_step() -> None:
+    loop = Loop()
+    with pytest.raises(ValueError, match=r"enters topk\(\)"):
+        loop.step(losses.REFUSED["as_far_as_the_longest"])
+
+
 def mapped_over_samples(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return torch.vmap(lambda row: row.logsumexp(0))(outputs["classes"]).mean()
 

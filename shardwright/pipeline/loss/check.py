@@ -63,7 +63,7 @@ from .weight import (
 _LONGEST = 1_000_000  # elements of a tensor that is made a list
 # What `int(tensor)` is in the second run; in the first it is 3. A criterion that compares it with a number in between
 # does different things in them, and one that takes it for a size is none the slower.
-_MANY = 33
+_MANY, _FEW = 33, 5
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
 
 
@@ -250,10 +250,15 @@ class LossCheck:
     def _runs(self, asked: _Asked, guess: bool) -> list[_MetaWatcher | Exception]:
         runs: list[_MetaWatcher | Exception] = []
         for factor in (1, 2) if asked.weighed else (1,):
-            try:
-                runs.append(self._alike.tried(partial(self._run, asked, factor, guess)))
-            except Exception as error:  # the user's own code: anything can happen
-                runs.append(error)
+            for many in (_MANY, _FEW) if factor == 2 else (_FEW,):
+                found: _MetaWatcher | Exception
+                try:
+                    found = self._alike.tried(partial(self._run, asked, factor, guess, many=many))
+                except Exception as error:  # the user's own code: anything can happen
+                    found = error
+                if isinstance(found, _MetaWatcher | LossError):
+                    break  # else there may be less of something than `many`
+            runs.append(found)
         return runs
 
     @staticmethod
@@ -294,7 +299,7 @@ class LossCheck:
             )
         return replace(verdict, gathers=gathers)
 
-    def _run(self, asked: _Asked, factor: int, guess: bool, split: bool = False) -> _MetaWatcher:
+    def _run(self, asked: _Asked, factor: int, guess: bool, split: bool = False, many: int = _FEW) -> _MetaWatcher:
         """Follow head and criterion for `factor` times the samples.
 
         split  logits are split over the vocabulary; all that is asked is whether the criterion can read them
@@ -302,7 +307,7 @@ class LossCheck:
         samples = batch_size(asked.microbatch)
         criterion, inputs = without_memory(asked.criterion), resized(asked.microbatch, samples, factor, asked.shared)
         watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, asked.shared, asked.ready)
-        watcher.not_rows = self._apart
+        watcher.not_rows, watcher.many = self._apart, many
         watched = asked.weighed or bool(self.split_heads)
         with ExitStack() as stack:
             stack.callback(self._alike.forget)
@@ -389,6 +394,7 @@ class _MetaWatcher(TermWatcher):
         self.steering: dict[tuple[str, float], bool] = {}
         self.taken_for_rows: list[tuple[str, torch.Size]] = []  # results of functions that are not followed
         self.not_rows: frozenset[str] = frozenset()  # functions whose results must not be
+        self.many = _FEW  # what int() of values is in the second run
         self._num_unseen = 0  # tensors of the model that came from somewhere else
         self._factor = factor
         self._guess = guess
@@ -545,7 +551,7 @@ class _MetaWatcher(TermWatcher):
         if tensor.dtype == torch.bool:
             return self._truth.get(id(tensor), True)
         # Comparisons of what `.item()` returns are decided as the whole batch would.
-        made_up = 1 + 2 * self._factor if name == "item" or self._factor == 1 else _MANY
+        made_up = 1 + 2 * self._factor if name == "item" or self._factor == 1 else self.many
         return (
             True
             if name == "__bool__"
