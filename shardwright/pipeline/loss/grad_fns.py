@@ -10,7 +10,8 @@ import torch
 
 def grad_fns_of(tensor: torch.Tensor) -> Iterator[Any]:
     """Every grad_fn on the way to `tensor`, its own first."""
-    waiting, seen = [tensor.grad_fn], set()
+    waiting: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
     while waiting:
         grad_fn = waiting.pop()
         if grad_fn is None or grad_fn in seen:
