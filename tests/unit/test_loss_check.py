@@ -261,6 +261,12 @@ def headed(criterion: Any) -> Headed:
         "in_batch_negatives",
         "batch_statistics",
         "covariance",
+        "numbers_of_found_places",
+        "found_places_as_targets",
+        "converted_numbers",
+        "column_of_a_length",
+        "as_far_as_the_longest",
+        "weighed_by_a_longest",
     ],
 )
 def test_heads_in_which_samples_meet_are_refused(name: str) -> None:
@@ -276,3 +282,64 @@ def means_of_kinds_that_are_there(outputs: Any, inputs: dict[str, Any]) -> torch
 @pytest.mark.parametrize("samples", [3, 5, 7])
 def test_a_head_does_what_the_whole_batch_makes_it_do(samples: int) -> None:
     Loop(headed(means_of_kinds_that_are_there)).compare(lambda outputs, inputs: outputs["loss"], samples)
+
+
+def cut_to_the_longest(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return outputs["logits"][:, : int((inputs["labels"] != -100).sum(1).max())].mean()
+
+
+def capped_by_an_entry(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return outputs["score"].clamp(max=inputs["targets"].max().item()).mean()
+
+
+def mapped_over_the_selected(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return torch.vmap(lambda row: row.square().sum())(outputs["logits"][inputs["labels"] != -100]).mean()
+
+
+def mapped_over_features(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return torch.vmap(lambda column: column.mean().square(), in_dims=1)(outputs["pooled"]).mean()
+
+
+def sum_of_means_of_kinds(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return sum(outputs["score"][inputs["kinds"] == kind].mean() for kind in inputs["kinds"].unique())  # type: ignore
+
+
+def over_the_number_of_kinds(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return outputs["score"].sum() / len(inputs["kinds"].unique())
+
+
+@pytest.mark.parametrize("samples", [3, 4, 7])
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        cut_to_the_longest,
+        capped_by_an_entry,
+        mapped_over_the_selected,
+        mapped_over_features,
+        sum_of_means_of_kinds,
+        over_the_number_of_kinds,
+    ],
+)
+def test_heads_that_values_of_a_microbatch_steer_are_refused(criterion: Any, samples: int) -> None:
+    with pytest.raises(ValueError, match="cannot be made that of the whole batch"):
+        Loop(headed(criterion)).step(lambda outputs, inputs: outputs["loss"], samples)
+
+
+def test_a_length_that_the_second_run_does_not_have_is_refused_before_the_step() -> None:
+    loop = Loop()
+    with pytest.raises(ValueError, match=r"enters topk\(\)"):
+        loop.step(losses.REFUSED["as_far_as_the_longest"])
+
+
+def mapped_over_samples(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return torch.vmap(lambda row: row.logsumexp(0))(outputs["classes"]).mean()
+
+
+def first_places(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return outputs["logits"][:, :3].topk(3, dim=2)[0].mean()
+
+
+@pytest.mark.parametrize("samples", [3, 4, 7])
+@pytest.mark.parametrize("criterion", [mapped_over_samples, first_places])
+def test_heads_with_numbers_of_their_own_are_right(criterion: Any, samples: int) -> None:
+    Loop(headed(criterion)).compare(lambda outputs, inputs: outputs["loss"], samples)

@@ -19,8 +19,6 @@ logits; else they are gathered for it.
 
 from __future__ import annotations
 
-import copy
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -41,10 +39,11 @@ from ...utils import pytree
 from ..batch.microbatch import batch_size, items_of, shared_entries
 from ..batch.ready import form_of
 from .alike import AlikeLayers
-from .facts import CONST, SAMPLES, Fact, Kind, Recipe, names
+from .criterion_copy import without_memory
+from .facts import SAMPLES, Fact, Kind, Recipe, names, unknown
 from .functions import ARITHMETIC
 from .identity import identity
-from .probes import difference, not_rows, resized, sample_dims, shapes_of, without_images
+from .probes import difference, not_rows, resized, sample_dims, shapes_of, steered, without_images
 from .router_loss import RouterLoss
 from .rules import Call
 from .terms import TermWatcher
@@ -62,6 +61,9 @@ from .weight import (
 )
 
 _LONGEST = 1_000_000  # elements of a tensor that is made a list
+# What `int(tensor)` is in the second run; in the first it is 3. A criterion that compares it with a number in between
+# does different things in them, and one that takes it for a size is none the slower.
+_MANY, _FEW = 33, 5
 _REMEMBERED = 256  # verdicts; the least recently used is forgotten
 
 
@@ -248,10 +250,15 @@ class LossCheck:
     def _runs(self, asked: _Asked, guess: bool) -> list[_MetaWatcher | Exception]:
         runs: list[_MetaWatcher | Exception] = []
         for factor in (1, 2) if asked.weighed else (1,):
-            try:
-                runs.append(self._alike.tried(partial(self._run, asked, factor, guess)))
-            except Exception as error:  # the user's own code: anything can happen
-                runs.append(error)
+            for many in (_MANY, _FEW) if factor == 2 else (_FEW,):
+                found: _MetaWatcher | Exception
+                try:
+                    found = self._alike.tried(partial(self._run, asked, factor, guess, many=many))
+                except Exception as error:  # the user's own code: anything can happen
+                    found = error
+                if isinstance(found, _MetaWatcher | LossError):
+                    break  # else there may be less of something than `many`
+            runs.append(found)
         return runs
 
     @staticmethod
@@ -292,15 +299,15 @@ class LossCheck:
             )
         return replace(verdict, gathers=gathers)
 
-    def _run(self, asked: _Asked, factor: int, guess: bool, split: bool = False) -> _MetaWatcher:
+    def _run(self, asked: _Asked, factor: int, guess: bool, split: bool = False, many: int = _FEW) -> _MetaWatcher:
         """Follow head and criterion for `factor` times the samples.
 
         split  logits are split over the vocabulary; all that is asked is whether the criterion can read them
         """
         samples = batch_size(asked.microbatch)
-        criterion, inputs = _on_meta(asked.criterion), resized(asked.microbatch, samples, factor, asked.shared)
+        criterion, inputs = without_memory(asked.criterion), resized(asked.microbatch, samples, factor, asked.shared)
         watcher = _MetaWatcher(self._model, inputs, samples * factor, factor, guess, asked.shared, asked.ready)
-        watcher.not_rows = self._apart
+        watcher.not_rows, watcher.many = self._apart, many
         watched = asked.weighed or bool(self.split_heads)
         with ExitStack() as stack:
             stack.callback(self._alike.forget)
@@ -383,8 +390,12 @@ class _MetaWatcher(TermWatcher):
         self.has_kept = False  # whether counts hold tensors of the criterion's
         # function, number, its place if len() may have returned it
         self.numbers: list[tuple[str, float, int | None]] = []
+        # functions of a head, with numbers beside their tensors: whether these may be sizes
+        self.steering: dict[tuple[str, float], bool] = {}
         self.taken_for_rows: list[tuple[str, torch.Size]] = []  # results of functions that are not followed
         self.not_rows: frozenset[str] = frozenset()  # functions whose results must not be
+        self.many = _FEW  # what int() of values is in the second run
+        self._num_unseen = 0  # tensors of the model that came from somewhere else
         self._factor = factor
         self._guess = guess
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -407,17 +418,16 @@ class _MetaWatcher(TermWatcher):
                 for value in (*args, *kwargs.values())
                 if type(value) in (int, float) and not (name == "arange" and value in self.lengths)
             ]
-        elif not self.trusting and name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
+        elif self.trusting:
+            self._note_steering(name, (args, kwargs))
+        elif name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
             self.numbers.append((name, float(len(args[0])), None))
             self._note_numbers(name, args[0])
-        elif not self.trusting and name not in _SIZED:
-            fact = self.fact(args[0]) if name == "getitem" else CONST
-            if fact.kind is Kind.ROWS and fact.dim == 0 and type(args[1]) is int:
-                pass  # one of the samples
-            else:
-                self._note_numbers(name, (*args, *kwargs.values()))
+        elif name not in _SIZED and not self._takes_sample(name, args):
+            self._note_numbers(name, (*args, *kwargs.values()))
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._on_meta, (args, kwargs))
-        if name in ("unique", "unique_consecutive") and not self.trusting:
+        # Heads ask by unique_consecutive whether samples have equally many of something, and need one answer.
+        if name == "unique" or (name == "unique_consecutive" and not self.trusting):
             func = self._distinct
         func = _MADE_UP.get(name, func)
         self._is_made_up = func in (self._distinct, *_MADE_UP.values())
@@ -438,6 +448,16 @@ class _MetaWatcher(TermWatcher):
         self.taken_for_rows.append((call.name, tensor.shape))
         return True
 
+    def _unseen(self, tensor: torch.Tensor) -> Fact:
+        found, name = super()._unseen(tensor), f"<unseen {self._num_unseen}>"
+        self._num_unseen += 1
+        if found.kind is Kind.ROWS and name in self.not_rows:
+            found = unknown("a value of the model of which there are not twice as many for twice the samples")
+            self._note(tensor, found)
+        elif found.kind is Kind.ROWS:
+            self.taken_for_rows.append((name, tensor.shape))
+        return found
+
     def kept(self, constant: torch.Tensor) -> torch.Tensor:
         real = self._real.get(id(constant))
         self.has_kept |= real is not None
@@ -451,6 +471,26 @@ class _MetaWatcher(TermWatcher):
                 self._note_numbers(name, (value.start, value.stop, value.step))
             elif type(value) in (int, float) and not (name in _CUTS and value in self.lengths):
                 self.numbers.append((name, float(value), None))
+
+    def _takes_sample(self, name: str, args: tuple[Any, ...]) -> bool:
+        if name != "getitem" or type(args[1]) is not int:
+            return False
+        fact = self.fact(args[0])
+        return fact.kind is Kind.ROWS and fact.dim == 0
+
+    def _note_steering(self, name: str, values: Any) -> None:
+        """Numbers that tell a function of a head what to do, each once: heads may loop over samples. Numbers of
+        samples, with which layers have been called, are sizes.
+        """
+        if name in _SIZED or not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(values[0])):
+            return
+        if self._takes_sample(name, values[0]):
+            return
+        slices = [one for one in pytree.tree_leaves(values) if isinstance(one, slice)]
+        ends = [end for one in slices for end in (one.start, one.stop, one.step)]
+        for value in (*pytree.tree_leaves(values), *ends):
+            if type(value) in (int, float):
+                self.steering[name, float(value)] = value == self.samples or value in self.lengths
 
     def _with_lengths(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -510,7 +550,8 @@ class _MetaWatcher(TermWatcher):
             return torch.arange(tensor.numel(), device="cpu").to(tensor.dtype).reshape(tensor.shape).tolist()
         if tensor.dtype == torch.bool:
             return self._truth.get(id(tensor), True)
-        made_up = 1 + 2 * self._factor
+        # Comparisons of what `.item()` returns are decided as the whole batch would.
+        made_up = 1 + 2 * self._factor if name == "item" or self._factor == 1 else self.many
         return (
             True
             if name == "__bool__"
@@ -539,6 +580,8 @@ def _verdict(runs: Sequence[_MetaWatcher | Exception], samples: int) -> Verdict:
         return NOT_FOLLOWED
     name, lengths = difference(runs[0].numbers, runs[1].numbers)
     if name is None:
+        name = steered(runs[0].steering, runs[1].steering)
+    if name is None:
         return Verdict(lengths=lengths)
     return Verdict(
         error="the loss cannot be made that of the whole batch from microbatches: a Python number that depends on the "
@@ -553,26 +596,3 @@ def _is_lost(watcher: TermWatcher, loss: torch.Tensor) -> bool:
     """Whether the loss was computed in a way that is not followed: it may have read the logits unseen."""
     fact = watcher.fact(loss)
     return fact.kind is Kind.UNKNOWN and not fact.coupled
-
-
-def _on_meta(criterion: Criterion | None) -> Criterion | None:
-    """A criterion that keeps state is copied, so that following it leaves no trace in it. A plain function is taken
-    as it is.
-    """
-    if criterion is None or isinstance(criterion, types.FunctionType):
-        return criterion
-    owner = getattr(criterion, "__self__", criterion)
-    try:
-        if isinstance(owner, nn.Module):
-            copied: Any = meta_copy(owner).train(owner.training)
-        else:
-            memo: dict[int, Any] = {}
-            for value in vars(owner).values():  # a reference model is not copied with its weights
-                if isinstance(value, nn.Module):
-                    memo[id(value)] = meta_copy(value).train(value.training)
-                elif isinstance(value, torch.Tensor):
-                    memo[id(value)] = value
-            copied = copy.deepcopy(owner, memo)
-    except Exception:
-        return criterion  # it holds something that cannot be copied
-    return copied if owner is criterion else getattr(copied, criterion.__name__)

@@ -111,7 +111,8 @@ class Fact(NamedTuple):
     why      of UNKNOWN
     coupled  of UNKNOWN: samples are known to meet, so not even a model's forward makes rows of it
     samples  of ROWS: the tensor is `arange(rows)` of an axis without a mask
-    mask     of ROWS: (recipe of a mask, i): the tensor holds the indices along dim i of what the mask selects
+    mask     of ROWS: (fact of a mask, i): the tensor holds the indices along dim i of what the mask selects; i is None:
+             along all dims, one column each
     """
 
     kind: Kind
@@ -123,7 +124,7 @@ class Fact(NamedTuple):
     why: str = ""
     coupled: bool = False
     samples: bool = False
-    mask: tuple[Fact, int] | None = None
+    mask: tuple[Fact, int | None] | None = None
 
     def without_origin(self) -> Fact:
         """The same rows, of other values."""

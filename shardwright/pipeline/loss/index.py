@@ -29,12 +29,14 @@ _KEEPS_NUMBERS = names(
 )
 
 
+_SAME_VALUES = names("""to long int contiguous clone detach alias cpu cuda""")
+_PICKS_COLUMN = names("getitem select")
 _TAKES_PLACES = names("getitem setitem index_select gather")
 
 
 def are_numbers(fact: Fact) -> bool:
-    """Whether values are numbers of samples in their microbatch."""
-    return fact.samples or (fact.mask is not None and fact.mask[1] == fact.mask[0].dim)
+    """Whether values are numbers of samples in their microbatch, or some of them are."""
+    return fact.samples or (fact.mask is not None and fact.mask[1] in (fact.mask[0].dim, None))
 
 
 def of_numbers(call: Call, rule: Rule) -> Fact | list[Fact]:
@@ -42,8 +44,21 @@ def of_numbers(call: Call, rule: Rule) -> Fact | list[Fact]:
     first = call.facts[0]
     if call.name in ("zeros_like", "ones_like", "full_like", "empty_like"):
         return rule(call)
-    if not any(fact.samples for fact in call.facts) and (call.name in _TAKES_PLACES or call.name in _KEEPS_NUMBERS):
-        return rule(call)  # places that a mask selects
+    lost = unknown(NUMBERS.format(name=call.name), coupled=True)
+    if any(fact.mask is not None and fact.mask[1] is None for fact in call.facts):
+        return _of_matrix(call, first) or lost
+    if not any(fact.samples for fact in call.facts):  # places that a mask selects
+        if call.name in _SAME_VALUES:
+            return first._replace(recipe=None)
+        if not are_numbers(first) and call.name in _TAKES_PLACES:
+            is_value = call.name == "setitem" and isinstance(call.args[2], torch.Tensor)
+            return lost if is_value and are_numbers(call.watch.fact(call.args[2])) else rule(call)
+        if call.name in _PICKS_COLUMN and call.first.dim() == 2 and first.dim == 0 and _column(call) is not None:
+            return first._replace(recipe=None)  # [k, 1], of a mask with one dim
+        if call.name in _KEEPS_NUMBERS:
+            made = rule(call)
+            return made if isinstance(made, Fact) and (made.mask is not None or made.kind is Kind.UNKNOWN) else lost
+        return lost
     if call.name in ("getitem", "setitem") and not first.samples:
         is_value = call.name == "setitem" and isinstance(call.args[2], torch.Tensor)
         if first.kind is Kind.ROWS and not (is_value and call.watch.fact(call.args[2]).samples):
@@ -53,7 +68,41 @@ def of_numbers(call: Call, rule: Rule) -> Fact | list[Fact]:
         same = isinstance(made, Fact) and made.kind is Kind.ROWS and made.axis == first.axis
         if same and isinstance(made, Fact) and (call.name != "getitem" or made.samples):
             return made._replace(samples=True)
-    return unknown(NUMBERS.format(name=call.name), coupled=True)
+    return lost
+
+
+def _of_matrix(call: Call, fact: Fact) -> Fact | list[Fact] | None:
+    """Columns of `mask.nonzero()` [k, dims], or of it transposed: each is what `nonzero(as_tuple=True)` returns.
+    None: some other function of all columns together.
+    """
+    if fact.mask is None or fact.mask[1] is not None:
+        return None
+    if call.name in _SAME_VALUES:
+        return fact._replace(recipe=None)
+    if call.name in ("t", "T", "transpose"):
+        return fact._replace(dim=1 - (fact.dim or 0), recipe=None)
+    mask, columns = fact.mask[0], call.first.shape[1 - (fact.dim or 0)]
+    single = fact._replace(dim=0, recipe=None)
+    if call.name == "unbind" and call.argument(1, "dim", default=0) % 2 != fact.dim:
+        return [single._replace(mask=(mask, place)) for place in range(columns)]
+    column = _column(call)
+    return None if column is None else single._replace(mask=(mask, column))
+
+
+def _column(call: Call) -> int | None:
+    """Of [k, columns] or [columns, k] the column that `matrix[:, column]`, or select, takes."""
+    place = 1 - (call.facts[0].dim or 0)  # of columns
+    if call.name == "select":
+        index = call.argument(2, "index") if call.argument(1, "dim") % 2 == place else None
+    elif call.name == "getitem":
+        items = list(call.args[1]) if isinstance(call.args[1], tuple) else [call.args[1]]
+        if place == 1 and len(items) == 2 and (items[0] is Ellipsis or items[0] == slice(None)):
+            index = items[1]
+        else:
+            index = items[0] if place == 0 and len(items) == 1 else None
+    else:
+        return None
+    return index % call.first.shape[place] if type(index) is int else None
 
 
 def get_item(call: Call) -> Fact:
@@ -105,11 +154,8 @@ def _indexed(call: Call, fact: Fact, items: list[Any]) -> Fact:
                 if sliced.kind is not Kind.ROWS:
                     return sliced
                 found, place = sliced, target
-            elif (
-                any(isinstance(part, Number | torch.Tensor) for part in (item.start, item.stop, item.step))
-                and not call.watch.trusting
-            ):
-                return unknown("a slice whose ends depend on the batch")
+            elif any(_depends(call, part) for part in (item.start, item.stop, item.step)):
+                return unknown("a slice whose ends depend on the batch", coupled=True)
             source, target = source + 1, target + 1
         elif isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype != torch.bool:
             if source == fact.dim or call.watch.fact(item).kind is not Kind.CONST:
@@ -127,6 +173,8 @@ def _indexed(call: Call, fact: Fact, items: list[Any]) -> Fact:
         else:
             if source == fact.dim:
                 return _sample(call, fact, item, items)
+            if _depends(call, item):
+                return unknown("an index that depends on the batch", coupled=True)
             source += 1
     if place is None and not any(at <= fact.dim < at + _width(index) for at, _, index, _ in advanced):
         place = target + fact.dim - source
@@ -135,6 +183,15 @@ def _indexed(call: Call, fact: Fact, items: list[Any]) -> Fact:
         kept = fact.samples and all(item is None or item is Ellipsis or item == slice(None) for item in items)
         return found.without_origin()._replace(dim=place, samples=kept)
     return _advanced(call, found, place, advanced)
+
+
+def _depends(call: Call, part: Any) -> bool:
+    """Whether an end of a slice, or an index, follows from values of this microbatch. Sizes do in a criterion alone:
+    heads cut to them what they have made longer.
+    """
+    if isinstance(part, torch.Tensor):
+        return call.watch.fact(part).kind is not Kind.CONST
+    return isinstance(part, Number) and not (call.watch.trusting and part.axis is not None)
 
 
 def _sample(call: Call, fact: Fact, index: Any, items: list[Any]) -> Fact:
@@ -250,7 +307,7 @@ def nonzero(call: Call) -> Fact | list[Fact]:
     selected = _selected(mask, mask)
     if isinstance(call.result, tuple):
         return [selected._replace(mask=(mask, place)) for place in range(len(call.result))]
-    return selected._replace(mask=(mask, 0) if call.first.dim() == 1 else None)
+    return selected._replace(mask=(mask, 0 if call.first.dim() == 1 else None))
 
 
 def where(call: Call) -> Fact | list[Fact]:

@@ -86,3 +86,12 @@ def difference(
                 return name, frozenset()
             lengths.add(place)
     return None, frozenset(lengths)
+
+
+def steered(first: Mapping[tuple[str, float], bool], second: Mapping[tuple[str, float], bool]) -> str | None:
+    """A function that a number, other than a size, tells to do something in one run alone."""
+    for one, other in ((first, second), (second, first)):
+        for (name, value), is_size in one.items():
+            if not is_size and (name, value) not in other:
+                return name
+    return None

@@ -166,7 +166,7 @@ def elementwise(call: Call) -> Fact:
     if Kind.ROWS in kinds or Kind.SUM in kinds:
         lost = next((number for number in call.numbers if number.whole is None), None)
         if lost is not None:
-            return unknown(lost.why)
+            return unknown(lost.why, coupled=True)
         if Kind.WHOLE in kinds or call.numbers:
             if again := recomputed(call.name):
                 return again
@@ -484,6 +484,11 @@ def along(call: Call) -> Fact:
     return rows[0].without_origin()
 
 
+def distinct(call: Call) -> Fact:
+    """unique: what there is in this microbatch."""
+    return first_unknown(call.facts) or unknown(TOGETHER.format(name=call.name), coupled=True)
+
+
 def named(rule: Rule, functions: str) -> dict[str, Rule]:
     return dict.fromkeys(functions.split(), rule)
 
@@ -501,5 +506,6 @@ RULES: dict[str, Rule] = {
         "argsort topk flip fliplr flipud",
     ),
     **named(within, "normalize kthvalue quantile diff cummax cummin roll fft_fft fft_ifft fft_rfft fft_irfft"),
+    **named(distinct, "unique unique_consecutive"),
     **named(along, "scatter scatter_add scatter_reduce take_along_dim index_select index_fill index_add"),
 }

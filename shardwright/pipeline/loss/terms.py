@@ -59,6 +59,7 @@ from .functions import (
     operation,
     with_lost_weight,
 )
+from .grad_fns import grad_fns_of
 from .index import CREATORS, INDEX_RULES, NUMBERS, are_numbers, created, of_numbers
 from .products import PRODUCT_RULES
 from .rules import RULES, Call, elementwise, is_elementwise, recomputed
@@ -96,6 +97,7 @@ class TermWatcher(TorchFunctionMode):
         self.counting = False  # whether plain numbers are told apart by their place
         self.lengths_at: frozenset[int] = frozenset()  # places in the criterion's arithmetic where such an int stands
         self.num_plain = 0  # plain numbers that have entered the criterion's arithmetic
+        self._selected: set[Any] = set()  # grad_fn of what a head has selected
         self._asking = False
         self.decided = False  # values of this microbatch alone have decided what to do
         self._orders: dict[int, torch.Tensor] = {}  # results of comparing values that are not those of the whole batch
@@ -130,6 +132,9 @@ class TermWatcher(TorchFunctionMode):
 
     def _note(self, tensor: torch.Tensor, fact: Fact) -> None:
         self._facts[id(tensor)] = (weakref.ref(tensor), fact)
+        of_some = fact.kind is Kind.ROWS and (fact.axis is None or fact.axis.base is not None)
+        if of_some and self.trusting and tensor.grad_fn is not None:
+            self._selected.add(tensor.grad_fn)
 
     def _foreign(self, tensor: torch.Tensor) -> Fact:
         """A tensor that was made before the watch began, or behind its back."""
@@ -137,12 +142,21 @@ class TermWatcher(TorchFunctionMode):
             return LOOSE
         if tensor.requires_grad:
             if self.trusting:
-                return self.assumed(tensor)
+                return self._unseen(tensor)
             return LOOSE if tensor.is_leaf else unknown("a value that was computed in a way that is not followed")
         if not self.trusting or id(tensor) in self._constants():
             return CONST
         found = self.assumed(tensor)
         return found if found.kind is Kind.ROWS else LOOSE
+
+    def _unseen(self, tensor: torch.Tensor) -> Fact:
+        """What a model computed before the watch began, or while nobody saw it (`torch.vmap`)."""
+        if self._selected and any(grad_fn in self._selected for grad_fn in grad_fns_of(tensor)):
+            found = unknown("a function that is not followed here got elements that were selected", coupled=True)
+        else:
+            found = self.assumed(tensor)
+        self._note(tensor, found)
+        return found
 
     def assumed(self, tensor: torch.Tensor, dim: int = 0) -> Fact:
         """What a model computes has its samples on dim 0, where nothing else is known."""
@@ -170,6 +184,7 @@ class TermWatcher(TorchFunctionMode):
             if found is None or found[0]() is not leaf:
                 self._note(leaf, self._foreign(leaf))
         self.trusting = False
+        self._selected.clear()
 
     def is_sum(self, tensor: torch.Tensor) -> bool:
         return self.fact(tensor).kind is Kind.SUM
@@ -258,6 +273,8 @@ class TermWatcher(TorchFunctionMode):
             rule: Any = single_samples
         else:
             rule = _RULES.get(name) or (elementwise if is_elementwise(name) else self._not_followed)
+            if rule is not elementwise and name != "getitem" and any(one.axis is None for one in call.numbers):
+                rule = self._steered
         facts = of_numbers(call, rule) if any(map(are_numbers, call.facts)) else rule(call)
         if in_place:
             self._changed(call, facts if isinstance(facts, Fact) else facts[0])
@@ -331,11 +348,15 @@ class TermWatcher(TorchFunctionMode):
         return call.result
 
     @staticmethod
+    def _steered(call: Call) -> Fact:
+        why = f"{call.name} does what a number read from this microbatch says, which is another one in the whole batch"
+        return first_unknown(call.facts) or unknown(why, coupled=True)
+
+    @staticmethod
     def _not_followed(call: Call) -> Fact:
-        blame = first_unknown(call.facts)
-        if blame is not None:
-            return blame
-        return unknown(f"what {call.name} does to the samples of a batch is not known here")
+        return first_unknown(call.facts) or unknown(
+            f"what {call.name} does to the samples of a batch is not known here"
+        )
 
     def _with_recipe(self, call: Call, fact: Fact, place: int) -> Fact:
         """`fact` with how to make the tensor in other microbatches, where all that went in follows from the entries."""
@@ -460,6 +481,8 @@ class TermWatcher(TorchFunctionMode):
             # Python strips what int() and float() return of everything but the number, and numpy does not know of
             # facts.
             self.unfollowed |= name != "item" and not (name == "tolist" and args[0].is_meta)
+        elif fact.kind is Kind.UNKNOWN or fact.kind is Kind.SUM:  # float(loss) is for the log
+            self.unfollowed |= name in ("__int__", "__index__") or (name == "__float__" and fact.kind is Kind.UNKNOWN)
         decides = None if self.trusting else self._decide
         if fact.kind is Kind.WHOLE:
             return number(value, fact.whole, decides=decides)

@@ -327,3 +327,37 @@ def singular_values(outputs, inputs):
 def looked_up_counts(outputs, inputs):
     counts = torch.stack([(inputs["kinds"] == kind).sum() for kind in range(outputs["classes"].shape[1])])
     return (F.cross_entropy(outputs["classes"], inputs["kinds"], reduction="none") / counts[inputs["kinds"]]).mean()
+
+
+@refused
+def numbers_of_found_places(outputs, inputs):
+    found = (inputs["labels"] != -100).nonzero()
+    rows, columns = found.unbind(1)
+    return (outputs["logits"].sum(-1)[rows, columns] * rows).sum()
+
+
+@refused
+def found_places_as_targets(outputs, inputs):
+    mask = inputs["labels"] != -100
+    return F.mse_loss(outputs["logits"][mask][:, :2], mask.nonzero().to(outputs["logits"].dtype))
+
+
+@refused
+def converted_numbers(outputs, inputs):
+    chosen = inputs["kinds"] != 0
+    return (outputs["score"][chosen] * chosen.nonzero().squeeze(1).double()).sum()
+
+
+@refused
+def column_of_a_length(outputs, inputs):
+    return outputs["logits"][:, inputs["labels"].max().item() % 3].square().mean()
+
+
+@refused
+def as_far_as_the_longest(outputs, inputs):
+    return outputs["logits"].topk(int((inputs["labels"] != -100).sum(1).max()), dim=1)[0].mean()
+
+
+@refused
+def weighed_by_a_longest(outputs, inputs):
+    return outputs["score"].mean() * (2.0 if int((inputs["labels"] != -100).sum(1).max()) > 4 else 1.0)
