@@ -69,7 +69,9 @@ def find_units(model: nn.Module, lists: Sequence[str] | None = None) -> list[Uni
     elif (applications := repeated_applications(model)) is not None:
         return applied(applications)
     elif several := [(name, _module_list(model, name)) for name, items in compound_lists(model) if len(items) > 1]:
-        chosen = [max(several, key=_parameters)]
+        name, layers = max(several, key=_parameters)
+        inner = [(f"{name}.{index}", child) for index, child in enumerate(layers) if isinstance(child, nn.ModuleList)]
+        chosen = inner or [(name, layers)]  # a list cannot be called
     else:
         raise ValueError(
             f"{type(model).__name__} has no list of layers to cut into pipeline stages: no ModuleList of modules of a "
@@ -78,7 +80,7 @@ def find_units(model: nn.Module, lists: Sequence[str] | None = None) -> list[Uni
             "layer_lists of a policy: custom_policy="
         )
     units = [Unit(f"{name}.{index}", f"{name}.{index}") for name, layers in chosen for index in range(len(layers))]
-    if len(chosen) > 1:
+    if len(chosen) > 1 and not _are_in_a_list(model, chosen):
         end = len(chosen[0][1]) - 1
         units[end] = units[end]._replace(gate=_encoder_name(model, chosen[0][0]))
     return units
@@ -104,7 +106,18 @@ def _find_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
         decoders = [item for item in candidates if _side(item[0]) == "decoder"]
         if encoders and decoders:
             return [max(encoders, key=_parameters), max(decoders, key=_parameters)]
-    return [max((_outer(model, candidates, item) for item in candidates), key=_parameters)]
+    name, layers = max((_outer(model, candidates, item) for item in candidates), key=_parameters)
+    outer = model.get_submodule(name.rpartition(".")[0])
+    beside = [item for item in candidates if item[0].rpartition(".")[0] == name.rpartition(".")[0]]
+    if isinstance(outer, nn.ModuleList) and len(beside) == len(outer) and _are_in_a_list(model, beside):
+        return beside
+    return [(name, layers)]
+
+
+def _are_in_a_list(model: nn.Module, lists: Sequence[tuple[str, nn.ModuleList]]) -> bool:
+    """Whether these are lists of one list: stages without a module of their own (PVT, PoolFormer)."""
+    owners = {name.rpartition(".")[0] for name, _ in lists}
+    return len(owners) == 1 and isinstance(model.get_submodule(owners.pop()), nn.ModuleList)
 
 
 def _side(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,56 @@ def trained(rank: int, world: int) -> None:
 def test_stages_of_layers_that_have_samples_on_another_dim_and_are_passed_over() -> None:
     assert [unit.layer for unit in find_units(made())] == [f"stages.{number}" for number in range(4)]
     run_ranks(trained, 2)
+
+
+class Staged(nn.Module):
+    """Stages that are lists of blocks, as PVT and PoolFormer have them, and something between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.enter = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.block = nn.ModuleList(nn.ModuleList(Block() for _ in range(depth)) for depth in (1, 2, 1))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.words(input_ids).transpose(0, 1)
+        for enter, blocks in zip(self.enter, self.block, strict=True):
+            x = torch.tanh(enter(x))
+            for block in blocks:  # type: ignore[union-attr]
+                x = block(x)
+        logits = self.head(x).transpose(0, 1)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Declared(Staged):
+    _no_split_modules = ("Block",)
+
+
+def trained_stages(rank: int, world: int) -> None:
+    for kind in (Staged, Declared):
+        for style in ("1f1b", "zbv"):
+            chunks = {"num_model_chunks": 2} if style == "zbv" else {}
+            plugin = HybridParallelPlugin(
+                tp_size=1,
+                pp_size=2,
+                pp_style=style,
+                num_microbatches=2,
+                precision="fp32",
+                example_inputs=batch(5),
+                custom_policy="auto",
+                **chunks,
+            )
+            torch.manual_seed(0)
+            plain = kind().double()
+            boosted = train_beside(Booster(plugin=plugin), plain, copy.deepcopy(plain), batch, (1, 2))
+            compare_models(plain, boosted, coordinate=plugin.mesh.coordinate, gradients=False)
+
+
+def test_lists_of_lists_are_one_chain() -> None:
+    for kind in (Staged, Declared):
+        layers = [unit.layer for unit in find_units(kind())]
+        assert layers == ["block.0.0", "block.1.0", "block.1.1", "block.2.0"]
+    run_ranks(trained_stages, 2)
 
 
 class Nested(nn.Module):

@@ -45,7 +45,8 @@ class InferredPolicy(GenericPolicy):
 
     def layer_lists_in(self, model: nn.Module) -> list[str] | None:
         """Of models without a config, which have no other sign of their layers: the lists of modules of one class, but
-        for lists in others.
+        for lists in others, and of single linears and norms where there are any of more. Of lists of lists, which
+        cannot be called, those in them.
         """
         if hasattr(self.model, "config"):
             return None
@@ -55,7 +56,18 @@ class InferredPolicy(GenericPolicy):
             if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(layer) for layer in module}) == 1
         ]
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-        return outer or None
+        modules: dict[str, nn.Module] = {}
+        for name in outer:
+            inner: dict[str, nn.Module] = {
+                f"{name}.{index}": child
+                for index, child in model.get_submodule(name).named_children()
+                if isinstance(child, nn.ModuleList)
+            }
+            modules |= inner or {name: model.get_submodule(name)}
+        of_more = [
+            name for name, layers in modules.items() if any(list(layer.children()) for layer in layers.children())
+        ]
+        return of_more or [*modules] or None
 
     def _copies(self) -> Iterator[nn.Module]:
         built = super()._copies() if hasattr(self.model, "config") else iter(())
