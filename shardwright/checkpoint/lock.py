@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..cluster.processes import is_running
+from ..cluster.processes import is_running, stat
 from ..logging import get_dist_logger
 from .agreement import Agreement, attempt
 
@@ -167,8 +167,7 @@ def _is_another_that_runs(holder: str, descriptor: int) -> bool:
 def _started(pid: int) -> str:
     """When a process of this machine started, in ticks since the machine did; "" of none, which no process has."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19]
+        return stat(pid)[19]
     except OSError:
         return ""
 

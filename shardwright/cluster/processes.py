@@ -10,8 +10,7 @@ def is_running(host: str, pid: int) -> bool:
     if host != socket.gethostname():
         return False
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        return stat(pid)[0] not in "ZX"
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
 
@@ -19,7 +18,12 @@ def is_running(host: str, pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether a process of this machine has been stopped by a signal."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
+        return stat(pid)[0] in "Tt"
     except OSError:
         return False
+
+
+def stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third one on, which is the state; OSError of no process."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
