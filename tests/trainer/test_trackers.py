@@ -34,10 +34,9 @@ def test_the_project_of_the_environment_is_taken(
 def test_a_directory_with_the_name_of_a_tracker_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun starts ranks with the directory of the job on their path, where wandb leaves its files in `wandb`."""
     (tmp_path / "trackio").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
+    paths = [path for path in sys.path if not (Path(path) / "trackio").exists()]  # one that is installed comes first
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *paths])
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
-    if is_installed("trackio"):
-        pytest.skip("trackio is installed, and so comes before the directory")
     with pytest.raises(RecipeError, match="trackio is not installed; pip install trackio"):
         wanted("trackio")
     assert is_installed("json")
