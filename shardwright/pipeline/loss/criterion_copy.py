@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...models.dry_run import meta_copy
-
-Criterion = Callable[..., torch.Tensor]
+from .weight import Criterion
 
 
 def without_memory(criterion: Criterion | None) -> Criterion | None:

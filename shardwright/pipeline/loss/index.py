@@ -23,13 +23,8 @@ NUMBERS = (
     "whole batch they have others; they may only say which row of the same batch is meant, as in "
     "x[torch.arange(len(x)), columns]"
 )
-_KEEPS_NUMBERS = names(
-    """to long int contiguous clone detach alias cpu cuda view reshape flatten squeeze unsqueeze expand expand_as
-    broadcast_to"""
-)
-
-
-_SAME_VALUES = names("""to long int contiguous clone detach alias cpu cuda""")
+_SAME_VALUES = names("to long int contiguous clone detach alias cpu cuda")
+_KEEPS_NUMBERS = _SAME_VALUES | names("view reshape flatten squeeze unsqueeze expand expand_as broadcast_to")
 _PICKS_COLUMN = names("getitem select")
 _TAKES_PLACES = names("getitem setitem index_select gather")
 

@@ -421,8 +421,6 @@ def extremum(call: Call) -> Fact:
 
 
 _WITHOUT_DIM = names("log_softmax softmax softmin roll quantile")  # these take all elements for one row, or guess
-
-
 _DIM_IS_THIRD = names("normalize kthvalue topk quantile roll diff fft_fft fft_ifft fft_rfft fft_irfft")
 
 
