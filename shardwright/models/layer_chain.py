@@ -61,17 +61,15 @@ def find_units(model: nn.Module, lists: Sequence[str] | None = None) -> list[Uni
             most parameters, and in an encoder-decoder the encoder's followed by the decoder's.
     """
     if lists is not None:
-        chosen = [(name, _module_list(model, name)) for name in lists]
+        chosen = [(name, module_list(model, name)) for name in lists]
         if not chosen:
             raise ValueError("layer lists of a pipeline: at least one ModuleList must be named")
     elif layer_lists(model):
         chosen = _find_lists(model)
     elif (applications := repeated_applications(model)) is not None:
         return applied(applications)
-    elif several := [(name, _module_list(model, name)) for name, items in compound_lists(model) if len(items) > 1]:
-        name, layers = max(several, key=_parameters)
-        inner = [(f"{name}.{index}", child) for index, child in enumerate(layers) if isinstance(child, nn.ModuleList)]
-        chosen = inner or [(name, layers)]  # a list cannot be called
+    elif several := [(name, module_list(model, name)) for name, items in compound_lists(model) if len(items) > 1]:
+        chosen = callable_lists(*max(several, key=_parameters))
     else:
         raise ValueError(
             f"{type(model).__name__} has no list of layers to cut into pipeline stages: no ModuleList of modules of a "
@@ -86,7 +84,7 @@ def find_units(model: nn.Module, lists: Sequence[str] | None = None) -> list[Uni
     return units
 
 
-def _module_list(model: nn.Module, name: str) -> nn.ModuleList:
+def module_list(model: nn.Module, name: str) -> nn.ModuleList:
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -106,16 +104,26 @@ def _find_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
         decoders = [item for item in candidates if _side(item[0]) == "decoder"]
         if encoders and decoders:
             return [max(encoders, key=_parameters), max(decoders, key=_parameters)]
-    name, layers = max((_outer(model, candidates, item) for item in candidates), key=_parameters)
-    outer = model.get_submodule(name.rpartition(".")[0])
-    beside = [item for item in candidates if item[0].rpartition(".")[0] == name.rpartition(".")[0]]
-    if isinstance(outer, nn.ModuleList) and len(beside) == len(outer) and _are_in_a_list(model, beside):
-        return beside
-    return [(name, layers)]
+    largest = max((_outer(model, candidates, item) for item in candidates), key=_parameters)
+    owner = largest[0].rpartition(".")[0]
+    outer = model.get_submodule(owner)
+    if isinstance(outer, nn.ModuleList):
+        beside = callable_lists(owner, outer)
+        if {name for name, _ in beside} <= {name for name, _ in candidates}:
+            return beside
+    return [largest]
+
+
+def callable_lists(name: str, layers: nn.ModuleList) -> list[tuple[str, nn.ModuleList]]:
+    """This list of layers, or, of a list of lists, which cannot be called, those in it: stages without a module of
+    their own (PVT, PoolFormer).
+    """
+    inner = [(f"{name}.{index}", child) for index, child in enumerate(layers) if isinstance(child, nn.ModuleList)]
+    return inner if len(inner) == len(layers) > 0 else [(name, layers)]
 
 
 def _are_in_a_list(model: nn.Module, lists: Sequence[tuple[str, nn.ModuleList]]) -> bool:
-    """Whether these are lists of one list: stages without a module of their own (PVT, PoolFormer)."""
+    """Whether these are `callable_lists` of one list."""
     owners = {name.rpartition(".")[0] for name, _ in lists}
     return len(owners) == 1 and isinstance(model.get_submodule(owners.pop()), nn.ModuleList)
 

@@ -7,6 +7,7 @@ from itertools import chain
 
 from torch import nn
 
+from ...models.layer_chain import callable_lists, module_list
 from ..plan import Plan
 from ..short_copy import short_copies
 from .generic import GenericPolicy
@@ -56,18 +57,9 @@ class InferredPolicy(GenericPolicy):
             if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(layer) for layer in module}) == 1
         ]
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-        modules: dict[str, nn.Module] = {}
-        for name in outer:
-            inner: dict[str, nn.Module] = {
-                f"{name}.{index}": child
-                for index, child in model.get_submodule(name).named_children()
-                if isinstance(child, nn.ModuleList)
-            }
-            modules |= inner or {name: model.get_submodule(name)}
-        of_more = [
-            name for name, layers in modules.items() if any(list(layer.children()) for layer in layers.children())
-        ]
-        return of_more or [*modules] or None
+        found = [each for name in outer for each in callable_lists(name, module_list(model, name))]
+        of_more = [name for name, layers in found if any(list(layer.children()) for layer in layers)]
+        return of_more or [name for name, _ in found] or None
 
     def _copies(self) -> Iterator[nn.Module]:
         built = super()._copies() if hasattr(self.model, "config") else iter(())
