@@ -28,6 +28,7 @@ from torch import nn
 from ..models.caches import without_cache
 from ..models.dry_run import forward_defaults
 from ..models.layer_chain import Unit, numbers_by_module, paths_to
+from ..utils.tensors import tensors_of
 from ..utils.transfer import needs_transfer
 from .batch.images import without_patches
 from .batch.step_inputs import StepInputs
@@ -37,7 +38,7 @@ from .cut.survey import Survey
 from .encoded_numbers import decode, encode
 from .handover import Handover
 from .hoisting.layer_calls import LayerCalls
-from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context, tensors_of
+from .hoisting.layer_trace import Trace, TraceEnd, Unfit, context
 from .hoisting.reads import HostReads, Unwatchable, Watch
 from .hoisting.surroundings import Surroundings
 from .in_place import change_class, disable_own_checkpointing, keep_slices, release, show_released, stand_in

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..utils.tensors import map_tensors
+from ..utils.tensors import map_tensors, tensors_of
 from .applications import Applications
 from .cut.template import Template
-from .hoisting.layer_trace import Trace, tensors_of
+from .hoisting.layer_trace import Trace
 from .hoisting.reads import Watch
 from .stubs import absent_like
 

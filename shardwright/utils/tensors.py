@@ -34,6 +34,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
     return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Those that `map_tensors` meets, in its order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def numbers_for(like: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
     """[n] of int64, only read, where `like` lies. They are sent there once: the host waits for a device when it sends
     it a list.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...utils import pytree
-from ...utils.tensors import map_tensors
+from ...utils.tensors import map_tensors, tensors_of
 from ..encoded_numbers import numbers_in
 from .unread import watched
 
@@ -52,7 +52,7 @@ class Template:
                     "travel tensors and numbers, and other values must be the same for every batch: return a number "
                     "instead"
                 )
-        found = tensors_in(leaves)
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # Zeros in place of no gradient would have optimizers decay what made them.
         return [leaf.detach() if number in self.unread else leaf for number, leaf in enumerate(found)]
 
@@ -80,7 +80,7 @@ class Template:
         """The numbers in `output`, and behind them the sizes of its tensors: a model that is told the height and width
         of a map counts on tensors of that size, also where it reads nothing else of them.
         """
-        shapes = [tuple(tensor.shape) for tensor in tensors_in(pytree.tree_leaves(output))]
+        shapes = [tuple(tensor.shape) for tensor in tensors_of(output)]
         if list(map(len, shapes)) != list(map(len, self.shapes)):
             raise ValueError(
                 f"{name} returns tensors of the shapes {shapes} where those of the dry run were {list(self.shapes)}, "
@@ -94,10 +94,14 @@ class Template:
         return [[int(next(sizes)) for _ in shape] for shape in self.shapes]
 
     @property
+    def numbers(self) -> list[bool | int | float]:
+        """Those of the dry run."""
+        return numbers_in(self.others)
+
+    @property
     def told(self) -> list[bool | int | float]:
         """Of the dry run, what `told_of` tells of units that return numbers; of others nothing."""
-        numbers = [other for other in self.others if isinstance(other, bool | int | float)]
-        return [*numbers, *(size for shape in self.shapes for size in shape)] if numbers else []
+        return [*self.numbers, *(size for shape in self.shapes for size in shape)] if self.numbers else []
 
     @property
     def num_tensors(self) -> int:
@@ -105,11 +109,7 @@ class Template:
 
     @property
     def num_numbers(self) -> int:
-        return sum(isinstance(other, bool | int | float) for other in self.others)
-
-
-def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return len(self.numbers)
 
 
 def _kind_of(leaf: Any) -> type:

@@ -13,11 +13,12 @@ from torch import nn
 
 from ...models.layer_chain import Unit
 from ...utils import pytree
+from ...utils.tensors import tensors_of
 from ..batch.step_inputs import StepInputs
 from ..cut.entry import ENTRY
 from ..cut.survey import Survey
 from ..cut.template import TENSOR, Template
-from .layer_trace import LayerCall, Proof, Trace, context, tensors_of
+from .layer_trace import LayerCall, Proof, Trace, context
 from .model_state import Kept, module_state, same_state
 from .surroundings import ModelState, Surroundings
 

@@ -42,6 +42,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...models.caches import is_past
 from ...utils import pytree
+from ...utils.tensors import tensors_of
 from ..batch.microbatch import items_of
 from ..cut.entry import ENTRY, Entry
 from ..cut.template import TENSOR, Template
@@ -482,12 +483,6 @@ def _answer(output: Any) -> Any:
     if isinstance(output, list | tuple):
         return tuple(_answer(part) for part in output)
     return output if isinstance(output, _PLAIN) else None
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
