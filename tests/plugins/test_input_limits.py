@@ -181,3 +181,17 @@ def test_the_check_costs_microseconds() -> None:
         return (time.perf_counter() - start) / 50
 
     assert min(seconds() for _ in range(5)) < 2e-3  # some 30 microseconds on an idle core
+
+
+@pytest.mark.parametrize("name", ["llama-causal-lm", "bert-sequence-classification", "gpt2-causal-lm", "opt-causal-lm"])
+def test_what_devices_say_fits_into_their_assertions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's takes 254 bytes, and says nothing of why it fails with more."""
+    said = list[str]()
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, message: said.append(message))
+    limits = InputLimits(zoo.build(name))
+    limits.check({limit.key: torch.zeros(2, 3, dtype=torch.int64, device="meta") for limit in limits.values})
+    assert len(said) == len(limits.values) > 1
+    for limit, message in zip(limits.values, said, strict=True):
+        assert len(message.encode()) <= 254
+        assert f"an entry of {limit.key} is outside of {limit.what}: entries must lie in 0..{limit.high - 1}" in message
+        assert message.endswith("...") or limit.advice in message

@@ -28,6 +28,7 @@ _CLASSIFIERS = (
     "ForImageClassification",
     "ForAudioClassification",
 )
+_BYTES = 254  # of an assertion's message: of longer ones CUDA's makes a SystemError that says nothing
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -49,7 +50,7 @@ class ValueLimit:
         if tensor.dtype not in _WHOLE_NUMBERS or not tensor.numel():
             return
         if tensor.device.type != "cpu":
-            torch._assert_async(~self._wrong(tensor).any(), self._rule(f"an entry of {self.key}"))
+            torch._assert_async(~self._wrong(tensor).any(), self._rule_for_a_device())
             return
         low, high = torch.aminmax(tensor if self.ignored is None else tensor.masked_fill(tensor == self.ignored, 0))
         if int(low) >= 0 and int(high) < self.high:
@@ -64,6 +65,11 @@ class ValueLimit:
     def _rule(self, subject: str) -> str:
         also = f" or be {self.ignored}, which the loss ignores" if self.ignored is not None else ""
         return f"{subject} is outside of {self.what}: entries must lie in 0..{self.high - 1}{also}. {self.advice}"
+
+    def _rule_for_a_device(self) -> str:
+        """As much of the rule as an assertion on a device can say, whole words of it."""
+        rule = self._rule(f"an entry of {self.key}").encode("ascii", "replace").decode()
+        return rule if len(rule) <= _BYTES else f"{rule[: _BYTES - 3].rpartition(' ')[0]}..."
 
 
 @dataclass(frozen=True)
