@@ -275,3 +275,23 @@ def test_another_way_for_a_reason_that_is_not_the_models_own_attribute() -> None
             for each in (model, *(staged.model for staged in stages.ranks)):
                 each.layers[3].is_strict = step in (2, 5, 6)  # type: ignore[index, union-attr]
             compare(model, stages, masked(2 + step % 2 * 2), head_loss, all_used=False)
+
+
+def test_memory_that_something_else_was_written_to_is_new_when_it_is_made_again() -> None:
+    """Allocators of devices hand out the same addresses again, as of weights that were gathered for a layer."""
+    mask, weights = torch.ones(64, dtype=torch.int64), torch.rand(64, dtype=torch.float64)
+    with reads._Operators({"mask": mask}) as operators:
+        kept = []  # so that no other address is free in the end
+        for _ in range(1000):
+            gathered = torch.empty_like(weights)
+            gathered.copy_(weights)
+            address = gathered.data_ptr()
+            del gathered
+            made = mask + 1
+            if made.data_ptr() == address:
+                break
+            kept.append(made)
+        else:
+            pytest.skip("this allocator hands out other addresses")
+        assert bool(made.min() == 2)
+    assert operators.reads[-1] is not None

@@ -312,6 +312,8 @@ class _Operators(pytree.TorchDispatchMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         given, found = list(tensors_in((*args, *kwargs.values()))), list(tensors_in([output]))
+        # What was written to at the address of new memory is gone: gathered weights, say.
+        self._unknown -= set(map(storage_of, found)) - set(map(storage_of, given))
         is_explained = (
             func.namespace in _OWN_RESULTS
             and func not in _BY_STORAGE
