@@ -26,9 +26,10 @@ class PrecisionPolicy:
     bf16    floating-point parameters work in bf16
     fp16    floating-point parameters work in fp16, with a scaled loss
 
-    Modules that a transformers model names in `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` stay in fp32,
-    and so do batch norms, whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow
-    the parameters; non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in.
+    Modules that a transformers model names in `_keep_in_fp32_modules_strict` stay in fp32, in fp16 also those of
+    `_keep_in_fp32_modules`, whose numbers leave its range (as transformers itself loads them); and so do batch norms,
+    whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow the parameters;
+    non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in.
     """
 
     def __init__(self, precision: str) -> None:
@@ -47,7 +48,7 @@ class PrecisionPolicy:
 
     def dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
         """Working dtype of every parameter of `model` by each of its full names."""
-        kept = _kept_in_fp32(model)
+        kept = _kept_in_fp32(model, self.dtype)
         found = {id(param): self._dtype_of(param, is_kept) for param, is_kept in _with_kept(model, kept)}
         return {name: found[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
 
@@ -60,7 +61,7 @@ class PrecisionPolicy:
 
     def cast_buffers(self, model: nn.Module) -> None:
         """Bring persistent floating-point buffers to the dtype of the parameters beside them."""
-        kept = _kept_in_fp32(model)
+        kept = _kept_in_fp32(model, self.dtype)
         for prefix, module in model.named_modules():
             keep = isinstance(module, BATCH_NORMS) or bool(kept and kept.search(prefix))
             for name, buffer in module.named_buffers(recurse=False):
@@ -74,11 +75,14 @@ class PrecisionPolicy:
         return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, tree)
 
 
-def _kept_in_fp32(model: nn.Module) -> re.Pattern[str] | None:
-    """Pattern of module names that the model wants in fp32, whole name parts only; None where it names none."""
+def _kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> re.Pattern[str] | None:
+    """Pattern of module names that the model wants in fp32 where it works in `dtype`, whole name parts only; None where
+    it names none.
+    """
+    attributes = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (dtype == torch.float16)
     names: set[str] = set()
     for module in model.modules():
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        for attribute in attributes:
             names.update(getattr(module, attribute, None) or ())
     if not names:
         return None

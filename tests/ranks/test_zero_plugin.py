@@ -143,13 +143,15 @@ def test_overflow_on_one_rank_skips_on_all() -> None:
     run_ranks(overflow, 4, timeout=60)
 
 
-def kept_in_fp32(rank: int, world_size: int) -> None:
+def kept_in_fp32(rank: int, world_size: int, precision: str) -> None:
     class Mixed(nn.Module):
-        _keep_in_fp32_modules = ["precise"]
+        _keep_in_fp32_modules = ["ranging"]  # as transformers loads it, in fp16 alone
+        _keep_in_fp32_modules_strict = ["precise"]
 
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(8, 8)
+            self.ranging = nn.Linear(8, 8)
             self.precise = nn.Linear(8, 8)
             self.bn = nn.BatchNorm1d(8)
             self.register_buffer("table", torch.ones(8))
@@ -157,26 +159,30 @@ def kept_in_fp32(rank: int, world_size: int) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.first(x) * self.table
+            hidden = self.ranging(hidden.to(self.ranging.weight.dtype))
             return self.bn(self.precise(hidden.to(self.precise.weight.dtype)))
 
-    booster = Booster(plugin=LowLevelZeroPlugin(precision="bf16"))
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    booster = Booster(plugin=LowLevelZeroPlugin(precision=precision))
     model = Mixed()
     model, optim, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    assert model.first.weight.dtype == torch.bfloat16
+    assert model.first.weight.dtype == half
+    assert model.ranging.weight.dtype == (torch.float32 if precision == "fp16" else half)
     assert {
         model.precise.weight.dtype,
         model.bn.weight.dtype,
         model.bn.running_mean.dtype,
         model.frequencies.dtype,
     } == {torch.float32}
-    assert model.table.dtype == torch.bfloat16
+    assert model.table.dtype == half
     booster.backward(model(torch.randn(4, 8)).float().sum(), optim)
     assert {bucket.shard_grad.dtype for bucket in optim.buckets} == {torch.float32}
     optim.step()
 
 
-def test_some_modules_stay_in_fp32() -> None:
-    run_ranks(kept_in_fp32, 2, timeout=60)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_some_modules_stay_in_fp32(precision: str) -> None:
+    run_ranks(kept_in_fp32, 2, precision, timeout=60)
 
 
 def bad_input(rank: int, world_size: int) -> None:
