@@ -15,6 +15,7 @@ from shardwright.kernels.linear_cross_entropy import chunk_for, linear_cross_ent
 from shardwright.kernels.logit_steps import Step
 from shardwright.ops.vocab_shard import VocabShard
 from shardwright.testing import run_ranks
+from shardwright.utils.device import planning_for
 
 HIDDEN, VOCAB = 11, 101
 KINDS = list(itertools.product((37, 5), ("mean", "sum", "none"), ((0.0, 0.0), (0.1, 0.01)), ((1.0, None), (0.3, 5.0))))
@@ -42,10 +43,16 @@ def numbers(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients_are_those_of_torch(bias: bool) -> None:
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_loss_and_gradients_are_those_of_torch(bias: bool, device_type: str) -> None:
     """More tokens than features, where gradients come with the loss, and fewer, where they come again; twice, as with
-    retain_graph; and gradients of gradients.
+    retain_graph; and gradients of gradients. On a GPU the head gets rows of zeros.
     """
+    with planning_for(device_type):
+        compare_with_torch(bias)
+
+
+def compare_with_torch(bias: bool) -> None:
     for tokens, reduction, terms, shape in KINDS:
         x, weight, b, target = numbers(tokens)
         params = [param.requires_grad_() for param in ((x, weight, b) if bias else (x, weight))]
@@ -69,7 +76,13 @@ def test_loss_and_gradients_are_those_of_torch(bias: bool) -> None:
         )
 
 
-def test_half_precision_is_rounded_as_by_torch() -> None:
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_half_precision_is_rounded_as_by_torch(device_type: str) -> None:
+    with planning_for(device_type):
+        compare_half_precision()
+
+
+def compare_half_precision() -> None:
     for dtype, tokens in itertools.product((torch.bfloat16, torch.float16), (64, 5)):
         x, weight, _, target = numbers(tokens, dtype)
         exact = [param.double().requires_grad_() for param in (x, weight)]

@@ -94,7 +94,7 @@ def test_a_head_and_its_loss_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 def test_gradients_of_half_precision_are_written_over_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded as they are written, in the place of fp32 beside them, also where models cast their logits before the
-    loss; not where a bias sums them.
+    loss, and where a bias sums them, as torch's does.
     """
     monkeypatch.setattr(backends, "INTERPRETED", True)
     wrote: list[torch.dtype] = []
@@ -107,17 +107,16 @@ def test_gradients_of_half_precision_are_written_over_the_logits(monkeypatch: py
     for steps in ((), (Step("cast", torch.float32),)):
         loss = linear_cross_entropy(x, weight, target, steps=steps, chunk=24)
         same_gradients(loss, expected, (x, weight), torch.bfloat16)
-    assert set(wrote) == {torch.bfloat16}
     expected = F.cross_entropy(F.linear(x, weight, bias).float(), target)
     same_gradients(linear_cross_entropy(x, weight, target, bias, chunk=24), expected, (x, weight, bias), torch.bfloat16)
-    assert wrote[-1] == torch.float32
+    assert set(wrote) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [37, 64])
-def test_norms(dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "_PROGRAMS", 2)
-    x = numbers(3, 3, columns, dtype=dtype)
+def test_norms(dtype: torch.dtype, columns: int) -> None:
+    """Several rows for each program, and none for the last ones."""
+    x = numbers(9, 3, columns, dtype=dtype)
     weight, bias = (numbers(columns, dtype=dtype, seed=seed) for seed in (1, 2))
     same_gradients(norms.rms_norm(x, weight, 1e-6), F.rms_norm(x, (columns,), weight, 1e-6), (x, weight), dtype)
     rounded = weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
