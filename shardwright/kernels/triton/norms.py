@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 256  # of a backward
+_SHORT = 2048  # columns of rows that are worked at by more programs at a time
 
 
 @triton.jit
@@ -107,10 +107,10 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         flat, weight, mean, scale = ctx.saved_tensors
         rows, columns = flat.shape
-        programs = max(1, min(_PROGRAMS, rows))
+        programs = _programs(flat)
         dx = torch.empty_like(flat)
-        dweight = flat.new_zeros((programs, columns), dtype=scale.dtype)
-        dbias = torch.zeros_like(dweight) if ctx.bias is not None else None
+        dweight = (flat.new_empty if rows else flat.new_zeros)((programs, columns), dtype=scale.dtype)
+        dbias = (torch.empty_like if rows else torch.zeros_like)(dweight) if ctx.bias is not None else None
         if rows:
             _backward[(programs,)](
                 dy.reshape(rows, columns).contiguous(), flat, weight, mean, scale, dx, dweight, dbias, rows, columns,
@@ -133,6 +133,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 def _wide(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _programs(x: Tensor) -> int:
+    """Of a backward over x [rows, columns]. Each waits for its rows one after the other, so that short ones need many
+    at a time; each leaves one more row of weight gradients to be summed, which costs long ones more.
+    """
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    return max(1, min(processors * (8 if x.shape[1] <= _SHORT else 2), x.shape[0]))
 
 
 def _warps(columns: int) -> int:
