@@ -72,6 +72,7 @@ class Bucket:
         self.state = GradState.ACCUMULATING
         self.empty = True  # whether the gradient buffers hold nothing of this step
         self.carry: torch.Tensor | None = None
+        self._own_views: dict[Slot, torch.Tensor] = {}
         self._versions: list[int] = []
         self._addresses: list[int] = []  # of the parameters' views
 
@@ -87,6 +88,14 @@ class Bucket:
 
     def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         return flat[slot.start : slot.stop].view(slot.entry.param.shape)
+
+    def views_in(self, flat: torch.Tensor) -> dict[Slot, torch.Tensor]:
+        """Every parameter's view of `flat` [numel]. Those of the bucket's own gradients are made once."""
+        if flat.data_ptr() != self.shard_grad.data_ptr():
+            return {slot: self.view(flat, slot) for slot in self.plan.slots}
+        if not self._own_views:
+            self._own_views = {slot: self.view(self.shard_grad, slot) for slot in self.plan.slots}
+        return self._own_views
 
     def holds(self, slot: Slot) -> bool:
         """Whether the parameter still lies in `flat`."""
@@ -148,6 +157,7 @@ class Bucket:
             self.shard_grad = self.grads[self.low : self.high]
         else:
             self.shard_grad = torch.zeros(self.plan.shard_numel, dtype=self.master_dtype, device=self.device)
+        self._own_views = {}
         self.step_grad = self._host_buffer() if self.offload else self.shard_grad
         self.grad_views = (
             {slot: self.view(self.grads, slot) for slot in self.plan.slots} if self.grads is not None else {}

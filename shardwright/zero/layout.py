@@ -15,8 +15,8 @@ parameter lies in one shard (optimizers that look at matrices).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -120,6 +120,7 @@ class BucketPlan:
     shards: int
     whole: bool
     unit: int = 0
+    _gaps: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict, repr=False)
 
     @property
     def numel(self) -> int:
@@ -127,15 +128,20 @@ class BucketPlan:
 
     def gaps(self, rows: torch.Tensor, start: int) -> list[torch.Tensor]:
         """What no parameter lies in of `rows`, which are elements of every shard from its `start` on."""
+        piece = start, rows.shape[1]
+        if piece not in self._gaps:  # they are asked for in every step
+            self._gaps[piece] = list(self._gaps_of(*piece))
+        return [rows[shard, low:high] for shard, low, high in self._gaps[piece]]
+
+    def _gaps_of(self, start: int, width: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, first and last element from its `start` on)"""
         ends, starts = (0, *(slot.stop for slot in self.slots)), (*(slot.start for slot in self.slots), self.numel)
-        found = []
         for low, high in zip(ends, starts, strict=True):
             for shard in range(low // self.shard_numel, -(-high // self.shard_numel)) if low < high else ():
                 first = shard * self.shard_numel + start
-                part = rows[shard, max(low - first, 0) : max(high - first, 0)]
-                if part.numel():
-                    found.append(part)
-        return found
+                begin, end = max(low - first, 0), min(high - first, width)
+                if begin < end:
+                    yield shard, begin, end
 
     def shard_range(self, shard: int) -> tuple[int, int]:
         return shard * self.shard_numel, (shard + 1) * self.shard_numel

@@ -461,7 +461,8 @@ class GradReducer:
         if empty:
             torch._foreach_zero_(empty)
         if len(self._pieces[bucket.index]) == 1:
-            copies = [(bucket.view(buffer.view(-1), slot), grad) for slot, grad in present]
+            views = bucket.views_in(buffer.view(-1))
+            copies = [(views[slot], grad) for slot, grad in present]
         else:
             copies = [pair for slot, grad in present for pair in _parts_of(bucket, slot, grad, buffer, start)]
         if copies:
