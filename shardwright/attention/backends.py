@@ -62,6 +62,9 @@ class Sdpa:
                 "attention_backend='flash': torch's flash kernels take no masks on a GPU, and this batch needs one (it "
                 "is padded or packed); use attention_backend='sdpa' or 'efficient', or batches without padding"
             )
+        bias = kwargs.get("position_bias")
+        if bias is not None and bias.stride(-1) != 1:  # as T5's is, and no fused kernel takes that
+            kwargs["position_bias"] = bias.contiguous()
         try:
             with self._kernels():
                 if s_aux is None:

@@ -214,6 +214,8 @@ def order(needs: Needs) -> tuple[str, ...]:
     if needs.device != CUDA or needs.capability is None:
         return ("sdpa", "eager")
     names = next(names for least, names in _ORDERS if needs.capability >= least)
+    if needs.position_bias:  # cuDNN has no gradients of it, and without a fused kernel torch computes in fp32
+        names = ("efficient", *(name for name in names if name != "efficient"))
     if needs.packed:  # where masks of [S, S] are what costs
         flash = tuple(name for name in names if name.startswith("flash_attention"))
         names = (*flash, "varlen", "flex", *(name for name in names if name not in flash and name != "flex"))

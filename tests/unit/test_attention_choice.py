@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.attention.backends import Sdpa
 from shardwright.attention.choice import BACKENDS, choose, order, refusal
 from shardwright.attention.installed import (
     FLASH_2,
@@ -77,7 +78,8 @@ CHOSEN: list[tuple[str, Needs, Installed]] = [
     ("sdpa", gpu(SM90, sinks=True), ALL),
     ("sdpa", gpu(SM100, sinks=True), ALL),  # which takes heads of 136
     ("cudnn", gpu(SM100, sinks=True, head_dim=64), ALL),
-    ("sdpa", gpu(SM100, position_bias=True), ALL),
+    ("efficient", gpu(SM100, position_bias=True), ALL),
+    ("efficient", gpu(SM90, position_bias=True, dropout=True), Installed()),
     ("sdpa", gpu(SM90, crossed=True), ALL),
     ("cudnn", gpu(SM100, crossed=True), ALL),
     ("sdpa", gpu(SM90, masks=CAUSAL_PADDED | {BLOCK}), ALL),
@@ -242,3 +244,21 @@ def test_a_name_that_does_not_exist() -> None:
 def test_every_backend_is_somewhere_the_choice_or_a_request() -> None:
     assert set(BACKENDS) == {backend for backend, *_ in [*CHOSEN, *REFUSED]} | {"math"}
     choose(Needs("cpu"), Installed(), "math")
+
+
+def test_biases_reach_the_kernels_as_these_take_them() -> None:
+    """T5 hands over a table [S, T, H] turned round: with a last stride of H torch has no fused kernel, and computes in
+    fp32 what is half as wide.
+    """
+    given: list[torch.Tensor] = []
+
+    def native(module: Any, *args: Any, position_bias: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        given.append(position_bias)
+        return args[0], None
+
+    query, table = torch.randn(2, 4, 6, 8), torch.randn(6, 6, 4, requires_grad=True)
+    bias = table.permute(2, 0, 1).unsqueeze(0)
+    Sdpa(native, "efficient", only=False)(torch.nn.Module(), query, query, query, None, position_bias=bias)
+    assert given[0].stride(-1) == 1
+    assert torch.equal(given[0], bias)
+    assert torch.autograd.grad(given[0].sum(), table)[0].eq(1).all()
