@@ -144,7 +144,8 @@ def run(part: Part, options: argparse.Namespace, budget: float, folder: Path) ->
         # setting up, running and clearing away may each have failed
         tests: dict[str, dict[str, Any]] = {}
         for row in rows:
-            if "outcome" in row and tests.get(row["name"], row)["outcome"] != "failed":
+            has_failed = tests.get(row.get("name"), {}).get("outcome") == "failed"
+            if "outcome" in row and not has_failed:
                 tests[row["name"]] = row
         collected = {name for row in rows for name in row.get("collected", [])}
         found |= {"tests": list(tests.values()), "not_run": sorted(collected - tests.keys())}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from kernels import Kernels, kernels_of
 from sizes import Batch, Shape
 from torch import nn
 
@@ -50,6 +52,7 @@ class Timing(NamedTuple):
     first         seconds of the first step, with everything that is compiled then
     peak          bytes that the allocator had given out at most, in a step
     loss          of the last step
+    kernels       that the device was busy with, where that was asked for
     """
 
     seconds: float
@@ -57,6 +60,12 @@ class Timing(NamedTuple):
     first: float
     peak: int
     loss: float
+    kernels: Kernels | None = None
+
+
+def pinned(batch: Batch, device: torch.device) -> Batch:
+    """As loaders with `pin_memory=True` have batches: every step of every contender takes its own to the device."""
+    return {name: value.pin_memory() for name, value in batch.items()} if device.type == "cuda" else batch
 
 
 def ours(shape: Shape, config: Any, batch: Batch, device: torch.device, options: dict[str, Any]) -> Step:
@@ -65,6 +74,7 @@ def ours(shape: Shape, config: Any, batch: Batch, device: torch.device, options:
     model: Any = shape.build(config, device, torch.float32)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=RATE)
     model, optimizer, *_ = booster.boost(model, optimizer)
+    batch = pinned(batch, device)
 
     def step() -> object:
         result = booster.execute_pipeline(iter([batch]), model, lambda o, _: o.loss, optimizer, return_loss=True)
@@ -85,12 +95,13 @@ def theirs(
     if experts:
         model.set_experts_implementation(experts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
-    moved = {name: value.to(device) for name, value in batch.items()}
-    if not masters:
-        moved = {name: value.bfloat16() if value.is_floating_point() else value for name, value in moved.items()}
+    batch = pinned(batch, device)
     forward = torch.compile(model) if compiled else model
 
     def step() -> object:
+        moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        if not masters:
+            moved = {name: value.bfloat16() if value.is_floating_point() else value for name, value in moved.items()}
         with torch.autocast(device.type, torch.bfloat16, enabled=masters):
             loss = forward(**moved).loss
         loss.backward()
@@ -102,27 +113,49 @@ def theirs(
     return step
 
 
-def timed(step: Step, device: torch.device, seconds: float, steps: int = 12, warm_up: int = 3) -> Timing:
-    """Of at most `steps`, and no more than `seconds` have room for."""
+def timed(
+    step: Step, device: torch.device, seconds: float, steps: int = 12, warm_up: int = 3, with_kernels: bool = False
+) -> Timing:
+    """Of at most `steps`, and no more than `seconds` have room for. On a GPU from the end of a step to the end of the
+    next, and the host waits for none of them, as in training.
+    """
     end = time.perf_counter() + seconds
+    took = [waited_for(step, device) for _ in range(warm_up)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    room = max(3, min(steps, int((end - time.perf_counter()) / took[-1])))
+    taken, loss = (between_events if device.type == "cuda" else by_the_clock)(step, room)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    kernels = kernels_of(step) if with_kernels and device.type == "cuda" else None
+    return Timing(median(taken), max(taken) / min(taken), took[0], peak, float(loss), kernels)  # type: ignore[arg-type]
+
+
+def waited_for(step: Step, device: torch.device) -> float:
     begin = time.perf_counter()
     step()
     synchronize(device)
-    first = time.perf_counter() - begin
-    for _ in range(warm_up - 1):
-        step()
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    taken: list[float] = []
+    return time.perf_counter() - begin
+
+
+def between_events(step: Step, times: int) -> tuple[list[float], object]:
+    """Seconds of each step, and what the last one returned."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
     loss: object = None
-    while len(taken) < 3 or (len(taken) < steps and time.perf_counter() < end):
+    events[0].record()
+    for event in events[1:]:
+        loss = step()
+        event.record()
+    torch.cuda.synchronize()
+    return [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(events)], loss
+
+
+def by_the_clock(step: Step, times: int) -> tuple[list[float], object]:
+    taken, loss = list[float](), None
+    for _ in range(times):
         begin = time.perf_counter()
         loss = step()
-        synchronize(device)
         taken.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return Timing(median(taken), max(taken) / min(taken), first, peak, float(loss))  # type: ignore[arg-type]
+    return taken, loss
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,6 +11,7 @@ _LINES = 40  # of a failure
 # Columns of figures: key, heading, how it is written.
 _COLUMNS = (
     ("ms", "ms", "{:.2f}"),
+    ("busy_ms", "busy", "{:.2f}"),
     ("predicted_ms", "predicted", "{:.2f}"),
     ("floor_ms", "floor", "{:.2f}"),
     ("mfu_half", "MFU half", "{:.1%}"),

@@ -14,7 +14,6 @@ from hybrid_ranks import Layout, run_layout
 from place import DEVICE
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.cuda._sanitizer import enable_cuda_sanitizer
 
 from shardwright import Booster
 from shardwright.ops import layer_graphs
@@ -44,6 +43,9 @@ def run_alone(rank: int, world: int, layouts: Sequence[Layout]) -> list[str]:
 def run_in_turn(rank: int, world: int, layouts: Sequence[Layout], end: float, checked: bool = False) -> int:
     """Layouts in the same processes until one fails or the time (time.time()) is over; returns how many."""
     if checked and DEVICE == "cuda":
+        # Importing it is enough for a record, with its stack, of every allocation that this process makes.
+        from torch.cuda._sanitizer import enable_cuda_sanitizer
+
         enable_cuda_sanitizer()  # checks streams of what this process launches from now on
     for number, layout in enumerate(layouts):
         late = torch.tensor(float(time.time() > end))

@@ -35,7 +35,8 @@ PARTS = {
     "one figure fails": 'say(name="a figure", error="no memory")',
     "half a line": 'say(name="a figure", ms=4.0)\nopen(os.environ["SHARDWRIGHT_GPU_RESULTS"], "a").write("{")',
     "tests": 'say(collected=["one", "two"])\nsay(name="one", outcome="passed", text="")\n'
-    'say(name="one", outcome="failed", text="clearing away")\nsay(name="one", outcome="passed", text="")',
+    'say(name="one", outcome="failed", text="clearing away")\nsay(name="one", outcome="passed", text="")\n'
+    'say(name="three", outcome="failed", text="in the middle")',
 }
 
 
@@ -102,10 +103,17 @@ def test_parts_that_hang_or_fail(check: Any, monkeypatch: pytest.MonkeyPatch, tm
         "says nothing": "**failed** (it took no figure)",
         "one figure fails": "**failed** (1 figures failed)",
         "half a line": "**failed** (1 lines of its results cannot be read)",
-        "tests": "**failed** (1 tests failed, 1 tests were not run)",
+        "tests": "**failed** (2 tests failed, 1 tests were not run)",
     }
     text = (tmp_path / "gpu-report.md").read_text()
-    for words in (*said.values(), "half a figure", "RuntimeError: what went wrong", "clearing away", "not run: two"):
+    for words in (
+        *said.values(),
+        "half a figure",
+        "RuntimeError: what went wrong",
+        "clearing away",
+        "in the middle",
+        "not run: two",
+    ):
         assert words in text, words
     assert not left_by(check)
 
