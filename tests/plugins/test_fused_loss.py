@@ -22,6 +22,7 @@ from shardwright.ops.vocab_mode import whole_logits
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import keep_float64, run_ranks, zoo
 from shardwright.testing.live_bytes import LiveBytes
+from shardwright.utils.device import planning_for
 
 NAME = "llama-causal-lm"
 WIDE = 4096  # words of a vocabulary that makes logits the largest tensor of a step
@@ -38,8 +39,8 @@ LAYOUTS = [  # vocabularies of 101, which no number of ranks divides
 def counted() -> Iterator[list[int]]:
     """How many tokens every loss without logits was of, seven at a time."""
     found: list[int] = []
-    usual = linear_cross_entropy.CHUNK_BYTES["cpu"]
-    linear_cross_entropy.CHUNK_BYTES["cpu"] = 7 * 4 * 101
+    usual = linear_cross_entropy.CHUNK_BYTES.copy()
+    linear_cross_entropy.CHUNK_BYTES.update(dict.fromkeys(usual, 7 * 4 * 101))
     plain = lazy_logits.linear_cross_entropy
 
     def count(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -51,21 +52,26 @@ def counted() -> Iterator[list[int]]:
         yield found
     finally:
         lazy_logits.linear_cross_entropy = plain
-        linear_cross_entropy.CHUNK_BYTES["cpu"] = usual
+        linear_cross_entropy.CHUNK_BYTES.update(usual)
 
 
-def train_all(rank: int, world: int) -> list[int]:
+def train_all(rank: int, world: int, device_type: str, layouts: list[Layout]) -> list[int]:
     losses = []
-    for layout in LAYOUTS:
-        with counted() as found:
+    for layout in layouts:
+        with counted() as found, planning_for(device_type):
             run_layout(rank, world, layout)
         losses.append(len(found))
     return losses
 
 
-def test_layouts_equal_one_process() -> None:
-    first, last = run_ranks(train_all, 2, timeout=120)
-    pipelined = [layout.plugin.get("pp_size", 1) > 1 for layout in LAYOUTS]
+@pytest.mark.parametrize(
+    ("device_type", "layouts"),
+    [("cpu", LAYOUTS), ("cuda", LAYOUTS[2:])],
+    ids=["as they are", "heads with more rows, as on a GPU"],
+)
+def test_layouts_equal_one_process(device_type: str, layouts: list[Layout]) -> None:
+    first, last = run_ranks(train_all, 2, device_type, layouts, timeout=120)
+    pipelined = [layout.plugin.get("pp_size", 1) > 1 for layout in layouts]
     assert all(last)
     assert [not number for number in first] == pipelined, "losses of stages that have no head"
 
