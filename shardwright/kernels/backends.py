@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm.compat import differentiates_functions
+from ..utils.device import chosen_as_for
 
+PLAIN_TENSORS = (Tensor, FakeTensor)  # whose operators are torch's own; fakes are those of plans
 INTERPRETED = False  # kernels run on a CPU too, by Triton's interpreter: for tests
 _LIGER = {
     "rms_norm": "LigerRMSNormFunction",
@@ -35,6 +38,13 @@ def operators_only() -> bool:
 def triton_kernels(name: str, x: Tensor) -> Any:
     """The module `kernels.triton.<name>`, or None where its kernels cannot run on `x`."""
     return _module(name) if (x.is_cuda or INTERPRETED) and not x.is_meta and has_triton() else None
+
+
+def stands_for_gpu(x: Tensor) -> bool:
+    """Whether `x` is a tensor without memory of a job of GPUs that is planned, wherever this runs: operators then keep
+    and make what the kernels do that CUDA has.
+    """
+    return isinstance(x, FakeTensor) and chosen_as_for("cpu") == "cuda"
 
 
 @cache

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..comm import turns
 from ..ops.vocab_shard import VocabShard
-from .backends import triton_kernels
+from .backends import stands_for_gpu, triton_kernels
 
 
 class Columns(NamedTuple):
@@ -81,6 +81,9 @@ def row_shares(logits: Tensor, targets: Targets, columns: Columns, terms: Terms)
     kernels = triton_kernels("cross_entropy", logits) if logits.stride(1) == 1 else None
     if kernels is not None:
         return kernels.row_shares(logits, targets.column, targets.foreign, columns.length)  # type: ignore[no-any-return]
+    if stands_for_gpu(logits):
+        peak = promoted(logits.amax(1))
+        return peak, peak.new_empty((3, *peak.shape))
     real = promoted(logits[:, : columns.length])
     peak = real.amax(1) if columns.length else real.new_full(targets.column.shape, -torch.inf)
     shares = real.new_zeros((3, *targets.column.shape))
@@ -129,10 +132,13 @@ def row_gradients(
     """
     smoothing, z_loss = terms
     kernels = triton_kernels("cross_entropy", logits) if logits.stride(1) == 1 else None
-    fits = logits.dtype == lse.dtype or (narrow and kernels is not None)
+    planned = stands_for_gpu(logits)
+    fits = logits.dtype == lse.dtype or (narrow and (planned or kernels is not None))
     dx = logits if reuse and fits else torch.empty_like(logits, dtype=lse.dtype)
     if kernels is not None:
         return kernels.row_gradients(logits, lse, dlosses, *targets, columns.length, columns.size, *terms, dx)  # type: ignore[no-any-return]
+    if planned:
+        return torch.sub(logits, lse.unsqueeze(1), out=dx)
     dlosses = dlosses.masked_fill(targets.ignored, 0)
     slope = dlosses if not z_loss else dlosses * (1 + 2 * z_loss * lse)
     real = dx[:, : columns.length]

@@ -7,6 +7,8 @@
 Whole numbers and truth values stay real, since hosts look at them: ids, masks, counts, headers of messages. So do
 single numbers and what was there before. Collectives of fakes, and messages, are over at once. What a host reads off a
 fake is made up: a loss of 1, a condition that does not hold.
+
+Of a job of GPUs attention is one kernel also where it drops out, which on a CPU it is not.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 
 from ..comm.compat import finished_work
 from ..models.dry_run import nonzero_of
+from ..utils.device import chosen_as_for
 from ..utils.pytree import TorchDispatchMode
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_SDPA: Any = torch._C._nn.scaled_dot_product_attention  # of torch.nn.functional, whatever has taken its place
 _ROOM = 2**40  # of a memory among the addresses of fakes, which are further apart
 _MAKERS = {
     _aten.empty.memory_format,
@@ -56,15 +61,17 @@ class Fakes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._addresses = _addresses()
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._addresses.__enter__()
+        self._stack.enter_context(_addresses())
+        if chosen_as_for("cpu") == "cuda":
+            self._stack.enter_context(_fused_attention())
         return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
-        self._addresses.__exit__(*args)
+        self._stack.__exit__(*args)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,6 +105,30 @@ class Fakes(TorchDispatchMode):
             if func is _aten.detach.default and weakref.getweakrefcount(result):
                 result = func(*args, **kwargs)
         return result
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Inside, SDPA of fakes drops nothing out: kernels of GPUs draw what they drop again in backward, and keep no more
+    for it.
+    """
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        return _SDPA(query, key, value, attn_mask, 0.0 if is_fake(query) else dropout_p, *args, **options)
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = _SDPA
 
 
 @contextmanager

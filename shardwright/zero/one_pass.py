@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from ..kernels.adam import Kernel, Piece, Rule
-from ..kernels.backends import cpp_compiler, triton_kernels
+from ..kernels.backends import cpp_compiler, stands_for_gpu, triton_kernels
 from ..kernels.compiled_adam import CompiledAdam
 from ..optim.adam import CPUAdam, FusedAdam, HybridAdam
 from ..optim.kind import keeps_step
@@ -95,6 +95,8 @@ def _kernel_for(buckets: Sequence[Bucket], compiles: bool) -> Kernel | None:
     if kernels is not None:
         kernel: Kernel = kernels.TritonAdam()
         return kernel
+    if stands_for_gpu(master):
+        return _stepped_without_memory
     is_large = sum(bucket.master.numel() for bucket in buckets) >= LEAST_COMPILED
     if not (compiles and is_large and master.device.type == "cpu"):
         return None
@@ -106,6 +108,17 @@ def _kernel_for(buckets: Sequence[Bucket], compiles: bool) -> Kernel | None:
         )
         return None
     return CompiledAdam()
+
+
+def _stepped_without_memory(
+    number: int, pieces: Sequence[Piece], rule: Rule, factor: torch.Tensor, skip: torch.Tensor | None
+) -> None:
+    """What `kernels.adam`'s kernels read and write, of tensors without memory: none makes anything beside them."""
+    for piece in pieces:
+        piece.exp_avg.lerp_(piece.grad.to(piece.exp_avg.dtype), 0.1)
+        torch.addcmul(piece.master, piece.exp_avg, piece.exp_avg_sq, out=piece.master)
+        if piece.weight is not None:
+            piece.weight.copy_(piece.master)
 
 
 def _is_plain(optim: Optimizer) -> bool:

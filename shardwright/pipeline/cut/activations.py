@@ -179,7 +179,7 @@ class _Counter(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
+        if func is torch._C._nn.scaled_dot_product_attention:  # of torch.nn.functional, whatever has taken its place
             query, key, value, mask = (
                 args[place] if place < len(args) else kwargs.get(name)
                 for place, name in enumerate(("query", "key", "value", "attn_mask"))

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...comm.compat import hooks_of_all_modules
-from ...kernels.backends import operators_only
+from ...kernels.backends import PLAIN_TENSORS, operators_only
 from ...kernels.gated import ACTIVATIONS, gated
 from ...utils.pytree import tree_map_only
 from .parallel_module import ParallelModule, combined_class, native_class
@@ -72,7 +73,7 @@ class Activated:
         gate = self.gate
         return (
             self.known is None
-            and type(other) in (Tensor, nn.Parameter)
+            and type(other) in (*PLAIN_TENSORS, nn.Parameter)
             and (other.shape, other.dtype, other.device) == (gate.shape, gate.dtype, gate.device)
             and torch.is_grad_enabled() == self.graded
         )
@@ -121,7 +122,7 @@ class GatedActivation(ParallelModule):
 
     def forward(self, x: Tensor) -> Any:
         plain = super().forward
-        if operators_only() or type(x) is not Tensor or self._is_watched():
+        if operators_only() or type(x) not in PLAIN_TENSORS or self._is_watched():
             return plain(x)
         return Activated(x, self.kind, plain, self.uses)
 
@@ -150,7 +151,15 @@ def _let_wait(activation: nn.Module, kind: str) -> GatedActivation:
 
 
 def _waiting(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Activations, and what they compute; of those that several modules share, the ones that all of them multiply."""
+    """Activations, and what they compute; of those that several modules share, the ones that all of them multiply.
+
+    What is tried is tried with numbers, also where a plan has tensors without memory.
+    """
+    with _disable_current_modes():  # checked on torch 2.11 and 2.13
+        return _found_waiting(model)
+
+
+def _found_waiting(model: nn.Module) -> list[tuple[nn.Module, str]]:
     known: dict[Any, bool] = {}
     kinds: dict[Any, str | None] = {}
     found: dict[int, tuple[nn.Module, str]] = {}

@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ...kernels.backends import operators_only
+from ...kernels.backends import PLAIN_TENSORS, operators_only
 from ...kernels.rotary import FORMS, Form, rotated
 from .parallel_module import ParallelModule, combined_class
 
@@ -183,7 +183,7 @@ def _in_one(named: _Named, rotary: Rotary) -> Function:
 def _fits(given: tuple[Any, ...], angles: tuple[Any, ...], rotary: Rotary, heads: int) -> bool:
     """Whether this is a call like those that were tried."""
     cos, sin = angles
-    if not all(type(x) is Tensor for x in (*given, cos, sin)) or cos.ndim != 3 or cos.shape != sin.shape:
+    if not all(type(x) in PLAIN_TENSORS for x in (*given, cos, sin)) or cos.ndim != 3 or cos.shape != sin.shape:
         return False
     if cos.requires_grad or sin.requires_grad or cos.dtype != sin.dtype:
         return False

@@ -1,0 +1,83 @@
+"""What a plan of GPUs takes their kernels to keep and to make, on tensors without memory: as an H200 does
+(docs/performance.md), wherever the plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwright.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwright.kernels.norms import rms_norm
+from shardwright.planner.fakes import Fakes, is_fake
+from shardwright.planner.live_bytes import LiveBytes
+from shardwright.shardformer.layer.activation import fuse_activations
+from shardwright.testing import zoo
+from shardwright.utils.device import planning_for
+
+BF16 = torch.bfloat16
+
+
+def kept(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> int:
+    """Bytes that autograd keeps of `function` of tensors in bf16, each memory once."""
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with Fakes():
+        given = [torch.empty(shape, dtype=BF16, requires_grad=True) for shape in shapes]
+        assert all(map(is_fake, given))
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            function(*given)
+    return sum(found.values())
+
+
+def test_attention_that_drops_out_is_one_kernel() -> None:
+    """Queries, keys, values, what comes out, and a number for each row."""
+    heads = (2, 4, 64, 32)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*inputs, dropout_p=0.1)
+
+    with planning_for("cuda"):
+        on_gpus = kept(attend, heads, heads, heads)
+    with planning_for("cpu"):
+        on_cpus = kept(attend, heads, heads, heads)
+    numbers = 2 * 4 * 64
+    assert on_gpus == 4 * numbers * 32 * 2 + numbers * 4
+    assert on_cpus > on_gpus + numbers * 64  # scores
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+def test_norms_keep_what_their_kernel_keeps() -> None:
+    rows, columns = 48, 256
+    with planning_for("cuda"):
+        assert (
+            kept(lambda x, w: rms_norm(x, w, 1e-6), (rows, columns), (columns,)) == (rows + 1) * columns * 2 + 4 * rows
+        )
+    with planning_for("cpu"):
+        assert kept(lambda x, w: rms_norm(x, w, 1e-6), (rows, columns), (columns,)) > 2 * rows * columns * 2
+
+
+def test_gates_are_found() -> None:
+    """Which is tried with numbers."""
+    with planning_for("cuda"), Fakes():
+        assert fuse_activations(zoo.build("llama-causal-lm", dtype=torch.float32)) > 0
+
+
+def test_rows_of_logits_are_not_made_wider() -> None:
+    """Beside the logits of a chunk in bf16 nothing of their size is made."""
+    tokens, width, words = 256, 64, 8192
+    with planning_for("cuda"), Fakes(), LiveBytes() as live:
+        x = torch.empty(tokens, width, dtype=BF16, requires_grad=True)
+        weight = torch.empty(words, width, dtype=BF16)
+        before = live.bytes()
+        linear_cross_entropy(x, weight, torch.zeros(tokens, dtype=torch.int64), chunk=tokens).backward()
+        logits = tokens * words * 2
+        assert logits < live.most - before < 1.2 * logits
