@@ -116,7 +116,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert "layout.pp_size" not in rows
     assert "Over 29 common steps their losses are at most 7.2 apart, at step 5." in page
     assert "1 of the lines of metrics.jsonl could not be read" in page
-    assert "the loss of 1 step is no finite number, that of step 6 first" in page
+    assert "the loss of 1 step is no finite number, at step 6 first" in page
     Strict(page)
 
 
