@@ -8,13 +8,13 @@ import importlib
 import os
 import shutil
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.compat import differentiates_functions
+from ..utils.versions import is_installed
 
 INTERPRETED = False  # kernels run on a CPU too, by Triton's interpreter: for tests
 _LIGER = {
@@ -39,7 +39,7 @@ def triton_kernels(name: str, x: Tensor) -> Any:
 
 @cache
 def has_triton() -> bool:
-    return find_spec("triton") is not None
+    return is_installed("triton")
 
 
 def cpp_compiler() -> tuple[str, bool]:
@@ -51,7 +51,7 @@ def cpp_compiler() -> tuple[str, bool]:
 @cache
 def liger(name: str) -> Any:
     """liger-kernel's function of autograd in its module `ops.<name>`, or None where it is not installed."""
-    if find_spec("liger_kernel") is None:
+    if not is_installed("liger_kernel"):
         return None
     try:
         return getattr(importlib.import_module(f"liger_kernel.ops.{name}"), _LIGER[name])

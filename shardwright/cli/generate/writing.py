@@ -24,6 +24,7 @@ from ...lazy import LazyInitContext
 from ...plugins import HybridParallelPlugin
 from ...utils.device import get_current_device
 from ...utils.errors import counted
+from ...utils.versions import is_installed
 from .files import GenerateError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -153,11 +154,8 @@ def _config(request: Request) -> Any:
             f"{request['model']} holds a {what}, which is neither a causal language model nor an encoder-decoder "
             "with a head for one; it writes no text"
         )
-    if request["adapters"] is not None:
-        try:
-            import peft  # noqa: F401
-        except ImportError:
-            raise GenerateError(f"{request['adapters']} holds adapters, which need peft: pip install peft") from None
+    if request["adapters"] is not None and not is_installed("peft"):
+        raise GenerateError(f"{request['adapters']} holds adapters, which need peft: pip install peft")
     return config
 
 
