@@ -147,6 +147,31 @@ def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"return_dict_in_generate": True, "output_scores": True}, {}),
+        ({"num_beams": 2, "return_dict_in_generate": True}, {"num_beams": 2}),
+        ({"do_sample": True, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}),
+        ({"stop_strings": ["\x19", "a", "e"]}, {"stop_strings": ["\x19", "a", "e"], "tokenizer": byte_tokenizer()}),
+    ],
+)
+def test_what_the_files_of_a_model_ask_for(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Any, options: dict[str, Any]
+) -> None:
+    """In its generation_config.json: more than words, more than one text, stop strings, which need the tokenizer."""
+    shutil.copytree(directory, tmp_path / "run")
+    file = tmp_path / "run" / "model" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    text, tokens = expected(directory, "the fox", max_new_tokens=9, **options)
+    command = ["generate", str(tmp_path / "run"), "--seed", "7", "--prompt", "the fox", "--max-new-tokens", "9"]
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prompt": "the fox", "text": text, "tokens": tokens}
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
 def test_two_ranks_write_the_same(directory: Path) -> None:
     text, tokens = expected(directory, "over", max_new_tokens=10, do_sample=True, top_k=30)
     command = [sys.executable, "-m", "shardwright.cli", "generate", str(directory), "--prompt", "over", "--tp", "2"]
@@ -182,6 +207,11 @@ def _classifier(folder: Path) -> Path:
     return folder
 
 
+def _asking(folder: Path, text: str) -> Path:
+    (folder / "generation_config.json").write_text(text)
+    return folder
+
+
 def _split(folder: Path) -> Path:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -209,6 +239,8 @@ def _no_template(folder: Path) -> Path:
         (_bert, [], "BertForMaskedLM, which is neither a causal language model nor"),
         (_adapters, [], "adapters of nowhere/base, which is no directory here"),
         (_classifier, [], "holds adapters of the task SEQ_CLS, which writes no text"),
+        (lambda folder: _asking(folder, '{"penalty_alpha": 0.6, "top_k": 4}'), [], "take penalty_alpha out of it"),
+        (lambda folder: _asking(folder, "{"), [], "generation_config.json cannot be read"),
         (_no_template, ["--chat"], "has no chat template; leave out --chat"),
         (lambda folder: folder, ["--system", "x"], "add --chat"),
         (lambda folder: folder, ["--temperature", "-1"], "--temperature -1.0 is too small"),
