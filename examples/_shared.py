@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.trainer.tokenizer import byte_tokenizer
+from shardwright.utils.options import count, directory, pretrained, rate, refused_in_a_line
 
 # What --tiny makes of options that are not given: a few steps, in the format that a CPU is fastest in.
 TINY = {"steps": 8, "batch_size": 4, "length": 32, "lr": 3e-3, "precision": "fp32"}
@@ -33,11 +33,11 @@ def options(
         parents=[] if extra is None else [extra],
     )
     parser.add_argument("--tiny", action="store_true", help="a small model with random weights and made-up data")
-    parser.add_argument("--model", help="name on the hub, or directory (%(default)s)")
+    parser.add_argument("--model", type=pretrained, help="name on the hub, or directory (%(default)s)")
     parser.add_argument("--steps", type=count, default=500)
     parser.add_argument("--batch-size", type=count, default=8, help="samples of one data-parallel rank and step")
     parser.add_argument("--length", type=count, default=512, help="tokens of a sample")
-    parser.add_argument("--lr", type=float, default=5e-5)
+    parser.add_argument("--lr", type=rate, default=5e-5)
     parser.add_argument("--output", type=directory, help="directory for the trained model; left out: it is not saved")
     layout = parser.add_argument_group("layout (what is left of the ranks is data parallel)")
     layout.add_argument("--tp", type=count, default=1, help="ranks that share every layer")
@@ -45,26 +45,13 @@ def options(
     layout.add_argument("--microbatches", type=count, help="left out: two for each stage of a pipeline")
     layout.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3), help="ZeRO stage")
     layout.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "fp16"))
+    given = parser.parse_known_args(argv)[0]
+    if given.tiny and given.model and "model" not in (tiny or {}):
+        parser.error(f"--model {given.model}: --tiny makes a small model of its own; leave out one of them")
     parser.set_defaults(**defaults)
-    if parser.parse_known_args(argv)[0].tiny:
+    if given.tiny:
         parser.set_defaults(**{**TINY, **(tiny or {})})
     return parser.parse_args(argv)
-
-
-def count(text: str) -> int:
-    """A whole number above 0, for argparse."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
-def directory(text: str) -> str:
-    """A directory to write to, for argparse. It is made now: that it cannot be is known before training."""
-    try:
-        Path(text).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be made ({error.strerror}); name another one") from None
-    return text
 
 
 def hybrid_plugin(args: argparse.Namespace, **more: Any) -> HybridParallelPlugin:
@@ -77,7 +64,8 @@ def hybrid_plugin(args: argparse.Namespace, **more: Any) -> HybridParallelPlugin
         "precision": args.precision,
         "max_norm": 1.0,
     }
-    return HybridParallelPlugin(**{**chosen, **more})
+    with refused_in_a_line():
+        return HybridParallelPlugin(**{**chosen, **more})
 
 
 def endless(dataloader: Iterable[Any]) -> Iterator[Any]:
@@ -113,6 +101,8 @@ def wikitext() -> Iterable[str]:
 
 def text_blocks(tokenizer: Any, texts: Iterable[str], length: int) -> list[dict[str, torch.Tensor]]:
     """The texts one after the other, cut into blocks of `length` tokens."""
+    if length < 2:
+        raise SystemExit(f"--length {length}: a block's first token is not predicted; give at least 2")
     ids = [token for text in texts if text for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
     blocks = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     return [{"input_ids": block, "labels": block} for block in blocks]
@@ -131,10 +121,14 @@ def padded(rows: Sequence[dict[str, list[int]]], padding: int) -> dict[str, torc
 
 __all__ = [
     "byte_tokenizer",
+    "count",
+    "directory",
     "endless",
     "hybrid_plugin",
     "options",
     "padded",
+    "rate",
+    "refused_in_a_line",
     "sentences",
     "text_blocks",
     "vocabulary",

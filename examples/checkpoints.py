@@ -17,7 +17,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from _shared import byte_tokenizer, count, endless, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import (
+    byte_tokenizer,
+    count,
+    directory,
+    endless,
+    hybrid_plugin,
+    options,
+    sentences,
+    text_blocks,
+    vocabulary,
+    wikitext,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import shardwright
@@ -30,7 +41,7 @@ from shardwright.optim.lr_scheduler import CosineAnnealingWarmupLR
 
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
-    extra.add_argument("--directory", type=Path, default=Path("run"), help="directory of the run's checkpoints")
+    extra.add_argument("--directory", type=directory, default="run", help="directory of the run's checkpoints")
     extra.add_argument("--save-every", type=count, default=50)
     extra.add_argument("--stop-after", type=count, help="end at this step, as if the machine had gone")
     # --batch-size is that of all ranks here, so that a step is the same step on any number of them
@@ -63,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
 
     first = 1
-    if any(args.directory.glob("step-*")):
-        loaded = booster.load(str(args.directory), **state)  # the newest that is whole
+    if any(Path(args.directory).glob("step-*")):
+        loaded = booster.load(args.directory, **state)  # the newest that is whole
         first = loaded["step"] + 1
         coordinator.print_on_master(f"going on after {loaded['path']}")
 
@@ -80,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             stops = signalled.anywhere() or step in (args.stop_after, args.steps)
             if stops or step % args.save_every == 0:
                 # Tensors are copied now and written while the next steps run.
-                booster.save(str(args.directory / f"step-{step}"), **state, step=step, use_async=True, keep_last=2)
+                booster.save(f"{args.directory}/step-{step}", **state, step=step, use_async=True, keep_last=2)
             if stops:
                 break
     booster.wait()

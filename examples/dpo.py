@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _shared import byte_tokenizer, hybrid_plugin, options, padded, vocabulary
+from _shared import byte_tokenizer, hybrid_plugin, options, padded, rate, vocabulary
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import shardwright
@@ -116,8 +116,13 @@ def preferences(tiny: bool) -> list[dict[str, str]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
-    extra.add_argument("--beta", type=float, default=0.1)
+    extra.add_argument("--beta", type=rate, default=0.1)
     args = options(__doc__, argv, extra, model="Qwen/Qwen3-0.6B", lr=1e-6)
+    if args.microbatches and args.batch_size % args.microbatches:
+        raise SystemExit(
+            f"--microbatches {args.microbatches} does not divide --batch-size {args.batch_size}, so answers that are "
+            "compared would come apart; give a divisor of it"
+        )
     shardwright.launch_from_torch(seed=42)
     coordinator = DistCoordinator()
 

@@ -15,16 +15,41 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch.distributed as dist
-from _shared import byte_tokenizer, count, endless, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import (
+    byte_tokenizer,
+    count,
+    endless,
+    options,
+    refused_in_a_line,
+    sentences,
+    text_blocks,
+    vocabulary,
+    wikitext,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import shardwright
 from shardwright.booster import Booster
 from shardwright.cluster import DistCoordinator
 from shardwright.optim import HybridAdam
-from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 
 PLUGINS = ("torch_ddp", "torch_fsdp", "low_level_zero", "hybrid_parallel")
+
+
+def make_plugin(args: argparse.Namespace) -> Plugin:
+    if args.pp > 1:
+        raise ValueError(f"--pp {args.pp}: this loop has no pipeline; gpt2_finetune.py has one")
+    if args.tp > 1 and args.plugin != "hybrid_parallel":
+        raise ValueError(f"--tp {args.tp} is an option of --plugin hybrid_parallel, and this is {args.plugin}")
+    match args.plugin:
+        case "torch_ddp":
+            return TorchDDPPlugin()
+        case "torch_fsdp":
+            return TorchFSDPPlugin()
+        case "low_level_zero":
+            return LowLevelZeroPlugin(stage=args.zero, precision=args.precision, max_norm=1.0)
+    return HybridParallelPlugin(tp_size=args.tp, zero_stage=args.zero, precision=args.precision, max_norm=1.0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,15 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = AutoModelForCausalLM.from_pretrained(args.model)
         dataset = text_blocks(tokenizer, wikitext(), args.length)
 
-    match args.plugin:
-        case "torch_ddp":
-            plugin = TorchDDPPlugin()
-        case "torch_fsdp":
-            plugin = TorchFSDPPlugin()
-        case "low_level_zero":
-            plugin = LowLevelZeroPlugin(stage=args.zero, precision=args.precision, max_norm=1.0)
-        case "hybrid_parallel":
-            plugin = HybridParallelPlugin(tp_size=args.tp, zero_stage=args.zero, precision=args.precision, max_norm=1.0)
+    with refused_in_a_line():
+        plugin = make_plugin(args)
     own_precision = args.plugin in ("low_level_zero", "hybrid_parallel") or args.precision == "fp32"
     booster = Booster(plugin=plugin, mixed_precision=None if own_precision else args.precision)
 

@@ -16,9 +16,18 @@ import argparse
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
-from _shared import byte_tokenizer, count, hybrid_plugin, options, sentences, text_blocks, vocabulary, wikitext
+from _shared import (
+    byte_tokenizer,
+    count,
+    directory,
+    hybrid_plugin,
+    options,
+    sentences,
+    text_blocks,
+    vocabulary,
+    wikitext,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shardwright import elastic
@@ -30,7 +39,7 @@ from shardwright.optim.lr_scheduler import CosineAnnealingWarmupLR
 
 def main(argv: Sequence[str] | None = None) -> None:
     extra = argparse.ArgumentParser(add_help=False)
-    extra.add_argument("--directory", type=Path, default=Path("run"), help="directory of the run's checkpoints")
+    extra.add_argument("--directory", type=directory, default="run", help="directory of the run's checkpoints")
     extra.add_argument("--save-every", type=count, default=50)
     extra.add_argument("--taken-at", type=count, help="get a SIGTERM in this step")
     # --batch-size is that of all ranks here, so that a step is the same step on any number of them

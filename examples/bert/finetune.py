@@ -33,6 +33,7 @@ from shardwright.booster import Booster
 from shardwright.cluster import DistCoordinator
 from shardwright.optim import HybridAdam
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwright.utils.options import count, pretrained, rate, refused_in_a_line, share
 
 WEIGHT_DECAY = 0.01
 WARMUP_FRACTION = 0.1
@@ -124,14 +125,14 @@ def evaluate(
         else:
             outputs = model(**batch)
         if outputs is not None:  # in a pipeline they are on the last stage
-            count(outputs["logits"], batch, counts)
+            add_up(outputs["logits"], batch, counts)
     # Data-parallel ranks saw different batches. Tensor-parallel ones saw the same, which cancels out in shares.
     dist.all_reduce(counts)
     right, everything, positive, either = counts.tolist()
     return right / everything, 2 * positive / max(either, 1)
 
 
-def count(logits: torch.Tensor, batch: dict[str, torch.Tensor], counts: torch.Tensor) -> None:
+def add_up(logits: torch.Tensor, batch: dict[str, torch.Tensor], counts: torch.Tensor) -> None:
     labels = batch["labels"]
     said, labels = logits.argmax(dim=-1)[labels >= 0], labels[labels >= 0]
     counts[0] += (said == labels).sum()
@@ -144,18 +145,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plugin", choices=PLUGINS, nargs="+", default=["torch_ddp"], help="several are compared")
     parser.add_argument("--task", choices=list(FIELDS), default="mrpc", help="GLUE task")
-    parser.add_argument("--model", help="name or directory of a pretrained model; left out: the base size of its type")
+    parser.add_argument("--model", type=pretrained, help="name on the hub, or directory; left out: the base size")
     parser.add_argument("--model_type", "--model-type", choices=list(HUB), default="bert")
     parser.add_argument("--tiny", action="store_true", help="a small new model and made-up pairs, for a CPU")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--precision", default="bf16", help="of hybrid_parallel: fp32, fp16 or bf16")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=32, help="of one data-parallel rank; see compared_batch_size")
-    parser.add_argument("--lr", type=float, default=2.4e-5)
-    parser.add_argument("--target-accuracy", type=float, help="fail below it")
-    parser.add_argument("--target_f1", "--target-f1", type=float, help="fail below it")
-    if parser.parse_known_args(argv)[0].tiny:
+    parser.add_argument("--tp", type=count, default=2)
+    parser.add_argument("--pp", type=count, default=2)
+    parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="bf16", help="of hybrid_parallel")
+    parser.add_argument("--epochs", type=count, default=3)
+    parser.add_argument("--batch-size", type=count, default=32, help="of one rank; see compared_batch_size")
+    parser.add_argument("--lr", type=rate, default=2.4e-5)
+    parser.add_argument("--target-accuracy", type=share, help="fail below it")
+    parser.add_argument("--target_f1", "--target-f1", type=share, help="fail below it")
+    given = parser.parse_known_args(argv)[0]
+    if given.tiny and given.model:
+        parser.error(f"--model {given.model}: --tiny makes a small model of its own; leave out one of them")
+    if given.tiny:
         # of all ranks together 8, so that three epochs of so few pairs are steps enough on any number of them
         parser.set_defaults(lr=2e-3, batch_size=max(8 // int(os.environ.get("WORLD_SIZE", "1")), 1))
     return parser.parse_args(argv)
@@ -174,12 +178,14 @@ def compared_batch_size(plugin: Plugin, args: argparse.Namespace) -> int:
 def run(name: str, args: argparse.Namespace, coordinator: DistCoordinator) -> tuple[float, float]:
     """Accuracy and F1 of a model that was trained with the plugin of this name."""
     get_accelerator().manual_seed(42)
-    plugin = make_plugin(name, args)
+    with refused_in_a_line():
+        plugin = make_plugin(name, args)
     booster = Booster(plugin=plugin, mixed_precision="fp16" if name == "torch_ddp_fp16" else None)
     pretrained = None if args.tiny else args.model or HUB[args.model_type]
     sizes = {"length": 24, "pairs": 128, "vocabulary": 60} if args.tiny else {}
     data = GlueDataBuilder(plugin, args.task, compared_batch_size(plugin, args), tokenizer=pretrained, **sizes)
-    train_dataloader, validation_dataloader = data.train_dataloader(), data.validation_dataloader()
+    with refused_in_a_line():  # batches that are larger than the data
+        train_dataloader, validation_dataloader = data.train_dataloader(), data.validation_dataloader()
 
     if pretrained is None:
         config = AutoConfig.for_model(

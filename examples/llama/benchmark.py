@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from common import CONFIGS, add_layout_options, make_plugin, on_device, promised_tflops
+from common import CONFIGS, add_layout_options, check_layout, make_plugin, on_device, promised_tflops
 from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -31,6 +31,7 @@ from shardwright.cluster import DistCoordinator
 from shardwright.lazy import LazyInitContext
 from shardwright.optim import HybridAdam
 from shardwright.plugins import HybridParallelPlugin
+from shardwright.utils.options import count, number, rate, refused_in_a_line
 
 
 class RandomDataset(Dataset[dict[str, torch.Tensor]]):
@@ -82,17 +83,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="--config tiny, for a CPU")
     parser.add_argument("-c", "--config", choices=CONFIGS, default="tiny")
-    parser.add_argument("-b", "--batch-size", type=int, default=4, help="of one data-parallel rank")
-    parser.add_argument("-s", "--steps", type=int, default=5)
-    parser.add_argument("-i", "--ignore-steps", type=int, default=2, help="steps that warm up")
-    parser.add_argument("-l", "--max-length", type=int, default=64)
-    parser.add_argument("--peak-tflops", type=float, default=promised_tflops(), help="of one GPU, for MFU")
+    parser.add_argument("-b", "--batch-size", type=count, default=4, help="of one data-parallel rank")
+    parser.add_argument("-s", "--steps", type=count, default=5)
+    parser.add_argument("-i", "--ignore-steps", type=number, default=2, help="steps that warm up")
+    parser.add_argument("-l", "--max-length", type=count, default=64)
+    parser.add_argument("--peak-tflops", type=rate, default=promised_tflops(), help="of one GPU, for MFU")
     add_layout_options(parser)
     args = parser.parse_args(argv)
     if args.steps <= args.ignore_steps:
         parser.error(f"--steps {args.steps} must be more than --ignore-steps {args.ignore_steps}")
-    if args.tiny:
-        args.config = "tiny"
+    if args.tiny and args.config != "tiny":
+        parser.error(f"--config {args.config}: --tiny is the config tiny; leave out one of them")
+    check_layout(parser, args)
     return args
 
 
@@ -118,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     evaluator = PerformanceEvaluator(parameters, config, args.ignore_steps)
 
     optimizer: Any = HybridAdam(model.parameters())
-    model, optimizer, _, dataloader, _ = booster.boost(model, optimizer, dataloader=dataloader)
+    with refused_in_a_line():  # a layout that does not fit the model
+        model, optimizer, _, dataloader, _ = booster.boost(model, optimizer, dataloader=dataloader)
     coordinator.print_on_master(f"peak memory after boost: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
 
     batches = iter(dataloader)

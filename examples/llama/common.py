@@ -11,8 +11,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwright.accelerator import get_accelerator
 from shardwright.plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwright.shardformer import PipelineGradientCheckpointConfig
+from shardwright.utils.options import count, number, refused_in_a_line
 
 PLUGINS = ("3d", "zero", "fsdp", "ddp")
+_OF_3D = {
+    *("tp", "pp", "sp", "sp_mode", "pp_style", "n_chunks", "num_layers_per_stage", "num_ckpt_layers_per_stage"),
+    *("xformers", "no_cache", "overlap_allgather"),
+}
 
 
 def _sizes(
@@ -45,16 +50,16 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--plugin", choices=PLUGINS, default="3d")
     parser.add_argument("-g", "--grad-checkpoint", action="store_true", help="recompute every layer in backward")
     parser.add_argument("-x", "--xformers", action="store_true", help="fused attention kernels")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--sp", type=int, default=1)
+    parser.add_argument("--tp", type=count, default=1)
+    parser.add_argument("--pp", type=count, default=1)
+    parser.add_argument("--sp", type=count, default=1)
     parser.add_argument("--sp_mode", "--sp-mode", help="all_to_all, ring_attn, split_gather or ring")
-    parser.add_argument("--mbs", type=int, default=1, help="samples of a microbatch")
-    parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--mbs", type=count, default=1, help="samples of a microbatch")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0)
     parser.add_argument("--pp_style", "--pp-style", default="1f1b")
-    parser.add_argument("--n_chunks", "--n-chunks", type=int, default=1, help="stages of a rank")
-    parser.add_argument("--num_layers_per_stage", "--num-layers-per-stage", type=int, nargs="+")
-    parser.add_argument("--num_ckpt_layers_per_stage", "--num-ckpt-layers-per-stage", type=int, nargs="+")
+    parser.add_argument("--n_chunks", "--n-chunks", type=count, default=1, help="stages of a rank")
+    parser.add_argument("--num_layers_per_stage", "--num-layers-per-stage", type=number, nargs="+")
+    parser.add_argument("--num_ckpt_layers_per_stage", "--num-ckpt-layers-per-stage", type=number, nargs="+")
     parser.add_argument("--precision", default="bf16", help="of 3d and zero: fp32, fp16, bf16 or fp8")
     parser.add_argument("--max-norm", type=float, default=0.0)
     parser.add_argument("--cpu_offload", "--cpu-offload", action="store_true")
@@ -65,6 +70,19 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 
 def make_plugin(args: argparse.Namespace) -> Plugin:
     """The plugin with the name and the settings that were asked for."""
+    with refused_in_a_line():
+        return _plugin_of(args)
+
+
+def check_layout(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Options that the plugin would not heed are refused."""
+    given = [name for name in vars(args) if name in _OF_3D and getattr(args, name) != parser.get_default(name)]
+    if args.plugin != "3d" and given:
+        option = "--" + given[0].replace("_", "-")
+        parser.error(f"{option} is an option of --plugin 3d, which --plugin {args.plugin} does not heed; leave it out")
+
+
+def _plugin_of(args: argparse.Namespace) -> Plugin:
     match args.plugin:
         case "3d":
             checkpointing = None

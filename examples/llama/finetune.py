@@ -25,6 +25,7 @@ from shardwright.lazy import LazyInitContext
 from shardwright.optim import HybridAdam
 from shardwright.optim.lr_scheduler import CosineAnnealingWarmupLR
 from shardwright.trainer.tokenizer import byte_tokenizer
+from shardwright.utils.options import count, directory, pretrained, rate, refused_in_a_line
 
 PROMPT = "### Instruction:\n{instruction}\n{input}\n### Response:\n"
 
@@ -68,15 +69,18 @@ def endless(dataloader: Any) -> Iterator[Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model with random weights, made-up instructions")
-    parser.add_argument("--model", default="NousResearch/Meta-Llama-3-8B", help="name on the hub, or directory")
-    parser.add_argument("-b", "--batch-size", type=int, default=16, help="of one data-parallel rank")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a sample at most")
-    parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--output", help="directory for the trained model")
+    parser.add_argument("--model", type=pretrained, help="name on the hub, or directory; left out: Llama 3 8B")
+    parser.add_argument("-b", "--batch-size", type=count, default=16, help="of one data-parallel rank")
+    parser.add_argument("--steps", type=count, default=300)
+    parser.add_argument("--length", type=count, default=1024, help="tokens of a sample at most")
+    parser.add_argument("--lr", type=rate, default=2e-5)
+    parser.add_argument("--output", type=directory, help="directory for the trained model")
     add_layout_options(parser)
     parser.set_defaults(zero=1, max_norm=1.0)
-    if parser.parse_known_args(argv)[0].tiny:
+    given = parser.parse_known_args(argv)[0]
+    if given.tiny and given.model:
+        parser.error(f"--model {given.model}: --tiny makes a small model of its own; leave out one of them")
+    if given.tiny:
         parser.set_defaults(batch_size=8, steps=8, lr=5e-3, precision="fp32", mbs=2)
     args = parser.parse_args(argv)
     if args.plugin != "3d":
@@ -89,9 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sizes = {**CONFIGS["tiny"], "vocab_size": len(tokenizer)}
         model: Any = LlamaForCausalLM(LlamaConfig(eos_token_id=tokenizer.eos_token_id, **sizes))
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        name = args.model or "NousResearch/Meta-Llama-3-8B"
+        tokenizer = AutoTokenizer.from_pretrained(name)
         with LazyInitContext():  # weights are read when the model is boosted, by each rank its own
-            model = AutoModelForCausalLM.from_pretrained(args.model)
+            model = AutoModelForCausalLM.from_pretrained(name)
 
     rows = [encode(row, tokenizer, args.length) for row in instructions(args.tiny)]
     if not any(token >= 0 for row in rows for token in row["labels"]):
@@ -110,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         collate_fn=collate,
     )
     booster = Booster(plugin=plugin)
-    model, optimizer, _, dataloader, scheduler = booster.boost(model, optimizer, None, dataloader, scheduler)
+    with refused_in_a_line():  # a layout that does not fit the model
+        model, optimizer, _, dataloader, scheduler = booster.boost(model, optimizer, None, dataloader, scheduler)
 
     # One of the ranks that have the loss, which are those of the last stage; where that is depends on the schedule.
     is_first = not any(plugin.mesh.coordinate(axis) for axis in ("dp", "tp", "sp"))

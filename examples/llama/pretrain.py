@@ -27,6 +27,7 @@ from shardwright.logging import disable_existing_loggers, get_dist_logger
 from shardwright.optim import HybridAdam
 from shardwright.optim.lr_scheduler import CosineAnnealingWarmupLR
 from shardwright.plugins import HybridParallelPlugin
+from shardwright.utils.options import count, directory, rate, refused_in_a_line
 
 
 class C4Blocks(IterableDataset):
@@ -56,17 +57,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="--config tiny and sequences of numbers, for a CPU")
     parser.add_argument("-c", "--config", choices=CONFIGS, default="1b")
-    parser.add_argument("-b", "--batch-size", type=int, default=8, help="of one data-parallel rank")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("-b", "--batch-size", type=count, default=8, help="of one data-parallel rank")
+    parser.add_argument("--steps", type=count, default=100)
+    parser.add_argument("--length", type=count, default=2048)
+    parser.add_argument("--lr", type=rate, default=3e-4)
     parser.add_argument("--tokenizer", help="of the vocabulary; left out: Llama's own of that size")
-    parser.add_argument("--output", help="directory for the trained model")
+    parser.add_argument("--output", type=directory, help="directory for the trained model")
     add_layout_options(parser)
     parser.set_defaults(zero=1, max_norm=1.0)
     if parser.parse_known_args(argv)[0].tiny:
         parser.set_defaults(config="tiny", length=24, lr=5e-3, precision="fp32", mbs=4)
     args = parser.parse_args(argv)
+    if args.length < 2:
+        parser.error(f"--length {args.length}: the first token is not predicted; give at least 2")
     if args.plugin != "3d":
         parser.error(f"--plugin {args.plugin}: this script's loop is that of 3d, at any layout, --tp 1 --pp 1 included")
 
@@ -99,19 +102,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         collate_fn=lambda ids: {"input_ids": torch.stack(ids), "labels": torch.stack(ids)},
     )
     booster = Booster(plugin=plugin)
-    model, optimizer, _, dataloader, scheduler = booster.boost(model, optimizer, None, dataloader, scheduler)
+    with refused_in_a_line():  # a layout that does not fit the model
+        model, optimizer, _, dataloader, scheduler = booster.boost(model, optimizer, None, dataloader, scheduler)
 
     # One of the ranks that have the loss, which are those of the last stage; where that is depends on the schedule.
     is_first = not any(plugin.mesh.coordinate(axis) for axis in ("dp", "tp", "sp"))
     batches = iter(dataloader)
     for step in range(1, args.steps + 1):
         result = booster.execute_pipeline(batches, model, optimizer=optimizer)
-        rate = scheduler.get_last_lr()[0]
+        lr = scheduler.get_last_lr()[0]
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         if result["loss"] is not None and is_first and (step == 1 or step % max(1, args.steps // 5) == 0):
-            logger.info(f"step {step}: loss {result['loss'].item():.4f}, learning rate {rate:.2e}")
+            logger.info(f"step {step}: loss {result['loss'].item():.4f}, learning rate {lr:.2e}")
     if args.output:
         booster.save_model(model, args.output, shard=True)
         logger.info(f"saved to {args.output}", ranks=[0])

@@ -8,7 +8,6 @@ import importlib
 import os
 import shutil
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm.compat import differentiates_functions
 from ..utils.device import chosen_as_for
+from ..utils.versions import is_installed
 
 PLAIN_TENSORS = (Tensor, FakeTensor)  # whose operators are torch's own; fakes are those of plans
 INTERPRETED = False  # kernels run on a CPU too, by Triton's interpreter: for tests
@@ -49,7 +49,7 @@ def stands_for_gpu(x: Tensor) -> bool:
 
 @cache
 def has_triton() -> bool:
-    return find_spec("triton") is not None
+    return is_installed("triton")
 
 
 def cpp_compiler() -> tuple[str, bool]:
@@ -61,7 +61,7 @@ def cpp_compiler() -> tuple[str, bool]:
 @cache
 def liger(name: str) -> Any:
     """liger-kernel's function of autograd in its module `ops.<name>`, or None where it is not installed."""
-    if find_spec("liger_kernel") is None:
+    if not is_installed("liger_kernel"):
         return None
     try:
         return getattr(importlib.import_module(f"liger_kernel.ops.{name}"), _LIGER[name])

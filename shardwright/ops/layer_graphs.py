@@ -27,7 +27,6 @@ inductor take seconds to import, which who compiles nothing does not wait for.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import logging
 import re
@@ -40,7 +39,7 @@ import torch
 from torch import fx, nn
 
 from ..comm.compat import runs_backward
-from ..kernels.backends import cpp_compiler
+from ..kernels.backends import cpp_compiler, has_triton
 from ..models.caches import is_past, without_cache
 from ..models.layer_chain import layer_lists
 from ..models.shared_layers import compound_lists
@@ -69,7 +68,7 @@ def require_compiler() -> None:
     if backend != "inductor":
         return
     if get_current_device().type == "cuda":
-        if importlib.util.find_spec("triton") is None:
+        if not has_triton():
             raise ValueError(
                 "enable_jit_fused=True: torch.compile needs Triton on a CUDA device, and it is not installed; pip "
                 "install triton, or leave enable_jit_fused out"

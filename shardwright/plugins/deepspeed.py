@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ..checkpoint.position import Position
 from ..cluster import job
 from ..interface import ModelWrapper, OptimizerWrapper
+from ..utils.versions import is_installed
 from .base import Plugin, require_process_group
 
 _INSTALL = "pip install deepspeed"
@@ -192,6 +193,10 @@ class DeepSpeedPlugin(Plugin):
 
 
 def _import_deepspeed() -> Any:
+    if not is_installed("deepspeed"):
+        raise ValueError(
+            f"DeepSpeedPlugin needs deepspeed, which is not installed: {_INSTALL}, or use LowLevelZeroPlugin"
+        )
     try:
         import deepspeed
     except ImportError as error:

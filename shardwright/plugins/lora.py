@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..utils.versions import is_installed
+
 _READ_BY_KERNELS = ("out_proj", "conv1d")  # of mamba layers, as peft's own check names them
 
 
@@ -73,8 +75,8 @@ def require_adapters(model: nn.Module) -> None:
 
 
 def _peft(caller: str) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError(f"{caller} needs peft, which is not installed: pip install peft") from error
+    if not is_installed("peft"):
+        raise ValueError(f"{caller} needs peft, which is not installed: pip install peft")
+    import peft
+
     return peft

@@ -129,7 +129,7 @@ class Parts:
 
 def prepare(recipe: Recipe) -> Parts:
     """Tokenizer, config and rows of a recipe, looked at as far as one process can; RecipeError says what is wrong."""
-    trackers.wanted(recipe.report_to)
+    trackers.wanted(recipe.report_to, recipe.run_name)
     config = load_config(recipe)
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.model, recipe.chat_template)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
@@ -294,11 +294,11 @@ def _steps(given: float, total: int) -> int:
 
 
 def _listeners(recipe: Recipe, directory: Path, total: int) -> list[Listener]:
-    run = recipe.run_name or recipe.output_dir
     found: list[Listener] = [JsonLines(directory / "metrics.jsonl"), RunFacts(directory / "run.json")]
     found.append(Log(_steps(recipe.logging_steps, total)))
     config = to_plain(recipe)
-    return found + [trackers.Tracker(name, run, directory, config) for name in trackers.wanted(recipe.report_to)]
+    names = trackers.wanted(recipe.report_to)
+    return found + [trackers.Tracker(name, recipe.run_name, directory, config) for name in names]
 
 
 def _every(strategy: str, steps: int) -> Every:

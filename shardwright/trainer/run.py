@@ -27,7 +27,7 @@ from .probes import check_order, check_packing
 from .reading import to_plain
 from .recipe import Recipe
 from .spikes import LossSpike
-from .trainer import Trainer
+from .trainer import Progressed, Trainer
 
 _DIVERGED = 1
 _INTERRUPTED = 143  # what a shell reports for a program that SIGTERM ended
@@ -107,13 +107,20 @@ def train_here(recipe: Recipe) -> int:
     done = trainer.train(facts)
     if not trainer.interrupted:
         export(trainer, parts, directory / "model")
-        which = f"of step {done.step}"
-        if done.best_step:
-            best = f"step {done.best_step}, whose eval_loss was the lowest, {done.best_loss:.4f}"
-            which = f"of {best}" if recipe.keeps_best else f"{which}; the best evaluation was that of {best}"
-        coordinator.print_on_master(f"the model in {directory / 'model'} is that {which}")
+        coordinator.print_on_master(
+            f"the model in {directory / 'model'} is that of {exported(done, recipe.keeps_best)}"
+        )
     coordinator.block_all()
     return _INTERRUPTED if trainer.interrupted else 0
+
+
+def exported(done: Progressed, keeps_best: bool) -> str:
+    """Of which step the model is, and which was the best."""
+    if not done.best_step:
+        return f"step {done.step}"
+    best = f"step {done.best_step}, whose eval_loss was the lowest, {done.best_loss:.4f}"
+    is_best = keeps_best or done.best_step == done.step
+    return best if is_best else f"step {done.step}; the best evaluation was that of {best}"
 
 
 def export(trainer: Trainer, parts: Parts, directory: Path) -> None:

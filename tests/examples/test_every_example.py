@@ -134,7 +134,26 @@ def test_preferences_are_learned_from_where_the_reference_is(tmp_path: Path) -> 
         ("long_context.py", ["--tp", "0"], "'0' is no whole number above 0"),
         ("checkpoints.py", ["--directory", "run", "--save-every", "0"], "'0' is no whole number above 0"),
         ("dpo.py", ["--length", "4"], "--length 4 ends before the answers begin"),
+        ("dpo.py", ["--microbatches", "3"], "--microbatches 3 does not divide --batch-size 4"),
         ("bert/finetune.py", ["--task", "mrcp"], "invalid choice: 'mrcp'"),
+        ("bert/finetune.py", ["--epochs", "0"], "'0' is no whole number above 0"),
+        ("bert/finetune.py", ["--target-f1", "86"], "'86' is no share; give a number from 0 to 1"),
+        ("bert/finetune.py", ["--plugin", "hybrid_parallel", "--tp", "2", "--pp", "1"], "or use tp_size=1"),
+        ("llama/benchmark.py", ["--mbs", "0"], "'0' is no whole number above 0"),
+        ("llama/benchmark.py", ["--ignore-steps", "-1"], "'-1' is no whole number of at least 0"),
+        ("llama/benchmark.py", ["--config", "7b"], "--config 7b: --tiny is the config tiny"),
+        ("llama/benchmark.py", ["--plugin", "ddp", "--n_chunks", "2"], "--n-chunks is an option of --plugin 3d"),
+        ("llama/finetune.py", ["--num_layers_per_stage", "3"], "sum to the model's 4 layers"),
+        ("llama/pretrain.py", ["--lr", "-1"], "'-1' is no number above 0"),
+        ("llama/pretrain.py", ["--zero", "7"], "invalid choice: 7"),
+        ("llama/pretrain.py", ["--output", "/proc/nowhere"], "'/proc/nowhere' cannot be made"),
+        ("llama/pretrain.py", ["--length", "1"], "--length 1: the first token is not predicted"),
+        ("gpt2_finetune.py", ["--length", "1"], "give at least 2"),
+        ("bert/finetune.py", ["--batch-size", "200"], "use a smaller batch_size"),
+        ("gpt2_finetune.py", ["--tp", "3"], "Start 3 ranks, or use tp_size=1"),
+        ("gpt2_finetune.py", ["--model", "gpt2"], "--model gpt2: --tiny makes a small model of its own"),
+        ("opt_finetune.py", ["--pp", "2"], "--pp 2: this loop has no pipeline"),
+        ("opt_finetune.py", ["--tp", "2"], "--tp 2 is an option of --plugin hybrid_parallel"),
     ],
 )
 def test_what_would_be_in_vain_is_refused_before_training(
@@ -143,6 +162,7 @@ def test_what_would_be_in_vain_is_refused_before_training(
     codes, printed = run_forked(1, EXAMPLES / script, "--tiny", *options, cwd=tmp_path)
     assert codes != [0]
     assert "step 1" not in printed
+    assert "Traceback" not in printed
     if codes == [2]:  # argparse has printed it; what a script gives SystemExit, the interpreter would print
         assert said in printed
 

@@ -22,10 +22,15 @@ from transformers import (
     BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     set_seed,
 )
 
+from shardwright.booster import Booster
 from shardwright.cli.main import main
+from shardwright.plugins import HybridParallelPlugin
+from shardwright.testing import run_ranks
 from shardwright.trainer.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +152,94 @@ def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"return_dict_in_generate": True, "output_scores": True}, {}),
+        ({"num_beams": 2, "return_dict_in_generate": True}, {"num_beams": 2}),
+        ({"do_sample": True, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}),
+        ({"stop_strings": ["\x19", "a", "e"]}, {"stop_strings": ["\x19", "a", "e"], "tokenizer": byte_tokenizer()}),
+    ],
+)
+def test_what_the_files_of_a_model_ask_for(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Any, options: dict[str, Any]
+) -> None:
+    """In its generation_config.json: more than words, more than one text, stop strings, which need the tokenizer."""
+    shutil.copytree(directory, tmp_path / "run")
+    file = tmp_path / "run" / "model" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    text, tokens = expected(directory, "the fox", max_new_tokens=9, **options)
+    command = ["generate", str(tmp_path / "run"), "--seed", "7", "--prompt", "the fox", "--max-new-tokens", "9"]
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prompt": "the fox", "text": text, "tokens": tokens}
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+DRAWN = {"do_sample": True, "top_k": 50, "temperature": 1.3}
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "early_stopping": True, "num_return_sequences": 2},
+    "drawn": DRAWN,
+    "drawn beams": {"do_sample": True, "num_beams": 2},
+    "stops": {
+        "do_sample": True,
+        "top_k": 50,
+        "temperature": 1.3,
+        "stop_strings": [chr(code) for code in range(33, 80)],
+    },
+}
+
+
+def _written(model: Any) -> dict[str, list[list[int]]]:
+    """Of prompts of unequal lengths, by how words are chosen."""
+    tokenizer: Any = byte_tokenizer()
+    asked = tokenizer(["the fox sees a bird", "a", "quietly!"], return_tensors="pt", padding=True)
+    found = {}
+    for name, options in CHOICES.items():
+        set_seed(11)
+        ids, mask = asked["input_ids"], asked["attention_mask"]
+        written = model.generate(ids, attention_mask=mask, max_new_tokens=8, tokenizer=tokenizer, **options)
+        found[name] = written.tolist()
+    return found
+
+
+def _write_on_rank(rank: int, world_size: int, kind: Any, folder: str) -> dict[str, list[list[int]]]:
+    model: Any = kind.from_pretrained(folder)
+    model, *_ = Booster(plugin=HybridParallelPlugin(tp_size=world_size, precision="fp32")).boost(model)
+    model.eval()
+    return _written(model)
+
+
+def _t5() -> Any:
+    tokens = {"pad_token_id": 258, "eos_token_id": 257, "decoder_start_token_id": 258}
+    config = T5Config(vocab_size=261, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=3, **tokens)
+    return T5ForConditionalGeneration(config)
+
+
+def _bart() -> Any:
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"vocab_size": 261, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    tokens = {"pad_token_id": 258, "bos_token_id": 256, "eos_token_id": 257, "decoder_start_token_id": 257}
+    return BartForConditionalGeneration(BartConfig(**layers, **sizes, **tokens))
+
+
+@pytest.mark.parametrize("make", [_t5, _bart])
+def test_encoder_decoders_choose_the_same_words_on_ranks(make: Any, tmp_path: Path) -> None:
+    """Beams, draws and stops, which every rank decides on by itself; T5's three heads are shared by two ranks."""
+    set_seed(5)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():  # words that are far from equally likely
+            parameter.normal_(0.0, 0.35)
+    model.save_pretrained(tmp_path)
+    expected = _written(type(model).from_pretrained(tmp_path).eval())
+    assert expected["stops"] != expected["drawn"]
+    for found in run_ranks(_write_on_rank, 2, type(model), str(tmp_path)):
+        assert found == expected
+
+
 def test_two_ranks_write_the_same(directory: Path) -> None:
     text, tokens = expected(directory, "over", max_new_tokens=10, do_sample=True, top_k=30)
     command = [sys.executable, "-m", "shardwright.cli", "generate", str(directory), "--prompt", "over", "--tp", "2"]
@@ -182,6 +275,11 @@ def _classifier(folder: Path) -> Path:
     return folder
 
 
+def _asking(folder: Path, text: str) -> Path:
+    (folder / "generation_config.json").write_text(text)
+    return folder
+
+
 def _split(folder: Path) -> Path:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -209,6 +307,8 @@ def _no_template(folder: Path) -> Path:
         (_bert, [], "BertForMaskedLM, which is neither a causal language model nor"),
         (_adapters, [], "adapters of nowhere/base, which is no directory here"),
         (_classifier, [], "holds adapters of the task SEQ_CLS, which writes no text"),
+        (lambda folder: _asking(folder, '{"penalty_alpha": 0.6, "top_k": 4}'), [], "take penalty_alpha out of it"),
+        (lambda folder: _asking(folder, "{"), [], "generation_config.json cannot be read"),
         (_no_template, ["--chat"], "has no chat template; leave out --chat"),
         (lambda folder: folder, ["--system", "x"], "add --chat"),
         (lambda folder: folder, ["--temperature", "-1"], "--temperature -1.0 is too small"),

@@ -28,7 +28,8 @@ from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import RankError, run_ranks
 from shardwright.trainer import RecipeError, Trainer, build_recipe
 from shardwright.trainer.build import prepare
-from shardwright.trainer.run import train_here
+from shardwright.trainer.run import exported, train_here
+from shardwright.trainer.trainer import Progressed
 
 
 def train_on_rank(rank: int, world_size: int, *given: dict[str, Any]) -> list[int]:
@@ -332,3 +333,14 @@ def test_training_ends_when_the_evaluation_does_not_get_better(tmp_path: Path) -
     given |= {"eval_data": given["data"], "eval_strategy": "steps", "eval_steps": 1}
     run_ranks(train_on_rank, 1, given)
     assert [one["step"] for one in metrics_of(given) if "loss" in one] == [1, 2, 3]
+
+
+def test_the_step_of_the_model_is_told() -> None:
+    """Of the last step, which may have been the best one, or of the best where that is kept."""
+    done = Progressed(step=9, best_step=4, best_loss=1.25)
+    best = "step 4, whose eval_loss was the lowest, 1.2500"
+    assert exported(Progressed(step=9), keeps_best=False) == "step 9"
+    assert exported(done, keeps_best=False) == f"step 9; the best evaluation was that of {best}"
+    assert exported(done, keeps_best=True) == best
+    done.step = 4
+    assert exported(done, keeps_best=False) == best

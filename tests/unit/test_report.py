@@ -116,7 +116,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert "layout.pp_size" not in rows
     assert "Over 29 common steps their losses are at most 7.2 apart, at step 5." in page
     assert "1 of the lines of metrics.jsonl could not be read" in page
-    assert "the loss of 1 step is no finite number, that of step 6 first" in page
+    assert "the loss of 1 step is no finite number, at step 6 first" in page
     Strict(page)
 
 
@@ -176,6 +176,37 @@ def test_evaluations_of_steps_that_were_trained_again_do_not_count(tmp_path: Pat
     assert [note for note in read.notes if "held-out" in note] == [
         "the held-out loss of 1 evaluation is no finite number, at step 6 first"
     ]
+
+
+def test_figures_of_evaluations_are_told_and_drawn(tmp_path: Path) -> None:
+    """Of a classification, of which the other run has none."""
+    scored, other = write_run(tmp_path / "scored"), write_run(tmp_path / "other")
+    rows = [json.loads(line) for line in (scored / "metrics.jsonl").read_text().splitlines()]
+    for row, accuracy in zip(
+        [row for row in rows if "eval_loss" in row], (0.5, 0.75, 0.625, float("nan")), strict=True
+    ):
+        row |= {"eval_accuracy": accuracy, "eval_exact_match": 0.25, "eval_odd": "text"}
+    (scored / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for runs in ([scored], [scored, other]):
+        assert main(["report", *map(str, runs), "--output", str(tmp_path / "page")]) == 0
+        page = (tmp_path / "page").read_text()
+        Strict(page)
+        assert "<td>held-out accuracy</td><td>0.6250, most 0.7500 at step 20</td>" in page
+        assert "<td>held-out exact match</td><td>0.2500, most 0.2500 at step 10</td>" in page
+        assert page.count("<b>Held-out accuracy</b>") == page.count("<b>Held-out exact match</b>") == 1
+        assert "odd" not in page
+        assert 'data-values="0.5 0.75 0.625"' in page
+
+
+def test_a_curve_has_its_values_whatever_an_outlier_makes_of_its_axis() -> None:
+    """The page tells them where it is pointed at; a pixel of this one stands for 540."""
+    points = [Point(float(step), 1e5 if step == 7 else step / 100) for step in range(1, 11)]
+    drawn = chart("norm", [Curve("norm", "line a", points)])
+    (values,) = re.findall(r'data-values="([^"]*)"', drawn)
+    assert [float(value) for value in values.split()] == [point.y for point in points]
+    (pixels,) = re.findall(r'points="([^"]*)"', drawn)
+    assert len(pixels.split()) == 10
+    assert 'data-last="10.0"' in drawn
 
 
 def test_a_mean_goes_along_with_its_window() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     TextStreamer,
     set_seed,
 )
@@ -24,15 +26,24 @@ from ...lazy import LazyInitContext
 from ...plugins import HybridParallelPlugin
 from ...utils.device import get_current_device
 from ...utils.errors import counted
+from ...utils.versions import is_installed
 from .files import GenerateError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Ways of choosing words that transformers leaves to code on the hub, and what in generation_config.json asks for them.
+_ELSEWHERE = {
+    "contrastive_search": "penalty_alpha",
+    "group_beam_search": "num_beam_groups",
+    "constrained_beam_search": "constraints",
+    "dola_generation": "dola_layers",
+}
 Request = Mapping[str, Any]
 
 
 def check(request: Request, device: str) -> None:
     """GenerateError for what can be known before weights are read."""
     config = _config(request)
+    _check_choice(request)
     _check_devices(request["tp"], device)
     tokens = encode(request, load_tokenizer(request))["input_ids"].shape[1]
     if not tokens:
@@ -117,14 +128,15 @@ def load_model(request: Request) -> Any:
 def _write(request: Request, model: Any, prints: bool) -> None:
     tokenizer = load_tokenizer(request)
     asked = {name: tensor.to(get_current_device()) for name, tensor in encode(request, tokenizer).items()}
-    options = dict(request["options"])
-    if "stop_strings" in options:
-        options["tokenizer"] = tokenizer
+    # The model's own generation_config may ask for stop strings, which need the tokenizer, and for more than words.
+    options = {**request["options"], "tokenizer": tokenizer, "return_dict_in_generate": False}
     if model.generation_config.pad_token_id is None:  # one prompt has no padding; transformers asks for a token anyway
         options["pad_token_id"] = next(
             (one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0
         )
-    flows = prints and not request["json"] and options.get("num_beams", model.generation_config.num_beams or 1) == 1
+    texts = options.get("num_beams", model.generation_config.num_beams or 1)
+    texts *= model.generation_config.num_return_sequences or 1  # of which the first is told
+    flows = prints and not request["json"] and texts == 1
     if flows:
         options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     set_seed(request["seed"])  # of ranks, so that all draw the same words
@@ -153,11 +165,8 @@ def _config(request: Request) -> Any:
             f"{request['model']} holds a {what}, which is neither a causal language model nor an encoder-decoder "
             "with a head for one; it writes no text"
         )
-    if request["adapters"] is not None:
-        try:
-            import peft  # noqa: F401
-        except ImportError:
-            raise GenerateError(f"{request['adapters']} holds adapters, which need peft: pip install peft") from None
+    if request["adapters"] is not None and not is_installed("peft"):
+        raise GenerateError(f"{request['adapters']} holds adapters, which need peft: pip install peft")
     return config
 
 
@@ -169,6 +178,26 @@ def _writer_of(config: Any) -> Any:
         if set(config.architectures or names) & set(names):
             return auto
     return None
+
+
+def _check_choice(request: Request) -> None:
+    """Whether transformers can choose words as the model's generation_config.json and the options ask for."""
+    file = f"{request['model']}/generation_config.json"
+    try:
+        asked = GenerationConfig.from_pretrained(request["model"])
+    except OSError as error:
+        if Path(file).exists():
+            raise GenerateError(f"{file} cannot be read ({_first_line(error)}); mend it, or take it away") from error
+        return
+    except Exception as error:  # values that do not go together, said in many ways
+        raise GenerateError(f"{file} cannot be taken ({_first_line(error)}); mend it, or take it away") from error
+    asked.update(**request["options"])
+    mode = asked.get_generation_mode().value
+    if mode in _ELSEWHERE:
+        raise GenerateError(
+            f"{file} asks for {mode.replace('_', ' ')}, which transformers leaves to code on the hub; take "
+            f"{_ELSEWHERE[mode]} out of it"
+        )
 
 
 def _check_devices(tp: int, device: str) -> None:

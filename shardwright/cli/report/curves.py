@@ -83,11 +83,10 @@ def chart(
     for curve in curves:
         parts += _dots(axes, curve) if curve.dots else _lines(axes, curve)
     parts.append(f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-    scale = f"{axes.last!r} {axes.low!r} {axes.high!r}"
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="curves" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)} over {escape(x_name)}" data-scale="{scale}">\n{body}\n</svg>'
+        f'aria-label="{escape(title)} over {escape(x_name)}" data-last="{axes.last!r}">\n{body}\n</svg>'
     )
 
 
@@ -159,8 +158,9 @@ def _grid(axes: Axes, ticks: Sequence[float], x_name: str) -> str:
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
     for tick in nice_ticks(0, axes.last):
         if tick <= axes.last:
-            x = min(axes.pixel(tick, axes.low)[0], WIDTH - RIGHT - 12)
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{short(tick)}</text>')
+            label = short(tick)
+            x = min(axes.pixel(tick, axes.low)[0], WIDTH - 3.5 * len(label))  # the last one is not to be cut off
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{label}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x_name)}</text>')
     return "\n".join(parts)
@@ -181,11 +181,13 @@ def _pieces(points: Sequence[Point]) -> Iterator[list[tuple[float, float]]]:
 
 def _lines(axes: Axes, curve: Curve) -> Iterator[str]:
     for piece in _pieces(thinned(curve.points)):
-        pixels = " ".join(f"{x:.1f},{y:.1f}" for x, y in (axes.pixel(*point) for point in piece))
+        pixels = " ".join(f"{x:.3f},{y:.1f}" for x, y in (axes.pixel(*point) for point in piece))
         if len(piece) == 1:  # a line of one point is not seen
             x, y = axes.pixel(*piece[0])
             yield f'<circle class="{curve.look}" cx="{x:.1f}" cy="{y:.1f}" r="2"/>'
-        yield f'<polyline class="{curve.look}" data-name="{escape(curve.name)}" points="{pixels}"/>'
+        values = " ".join(f"{y:.6g}" for _, y in piece)  # a pixel is coarse where the axis has to reach an outlier
+        named = f'data-name="{escape(curve.name)}" data-values="{values}"'
+        yield f'<polyline class="{curve.look}" {named} points="{pixels}"/>'
 
 
 def _dots(axes: Axes, curve: Curve) -> Iterator[str]:

@@ -39,10 +39,13 @@ SCRIPT = (
     """
 const number = v => Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString('en') : String(+v.toPrecision(4));
 for (const svg of document.querySelectorAll('svg.curves')) {
-  const [last, low, high] = svg.dataset.scale.split(' ').map(Number);
+  const last = Number(svg.dataset.last);
   const told = svg.parentElement.querySelector('.told'), cursor = svg.querySelector('.cursor');
-  const lines = [...svg.querySelectorAll('polyline:not(.raw)')].map(line => ({name: line.dataset.name,
-    points: line.getAttribute('points').split(' ').map(pair => pair.split(',').map(Number))}));
+  const lines = [...svg.querySelectorAll('polyline:not(.raw)')].map(line => {
+    const values = line.dataset.values.split(' ').map(Number);
+    const places = line.getAttribute('points').split(' ').map(pair => Number(pair.split(',')[0]));
+    return {name: line.dataset.name, points: places.map((place, index) => [place, values[index]])};
+  });
   svg.addEventListener('pointermove', event => {
     const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * %(width)d;
     const nearest = new Map();
@@ -51,10 +54,15 @@ for (const svg of document.querySelectorAll('svg.curves')) {
       if (!seen || Math.abs(point[0] - x) < Math.abs(seen[0] - x)) nearest.set(line.name, point);
     }
     if (!nearest.size) return;
-    const [at] = nearest.values();
-    const words = [...nearest].map(([name, [, y]]) =>
-      name + ' ' + number(low + (1 - (y - %(top)d) / (%(height)d - %(top)d - %(bottom)d)) * (high - low)));
-    const over = number((at[0] - %(left)d) / (%(width)d - %(left)d - %(right)d) * last);
+    // Of a run that ended long before, or begins long after, there is nothing to tell here.
+    const far = ([place]) => Math.abs(place - x), least = Math.min(...[...nearest.values()].map(far));
+    const isWithin = name => [-1, 1].every(side =>
+      lines.some(line => line.name === name && line.points.some(([place]) => side * (place - x) >= -8)));
+    const seen = [...nearest].filter(([name, point]) => isWithin(name) || far(point) === least);
+    const [[, at]] = seen;
+    const words = seen.map(([name, [, value]]) => name + ' ' + number(value));
+    const place = (at[0] - %(left)d) / (%(width)d - %(left)d - %(right)d) * last;
+    const over = told.dataset.x === 'seconds' ? number(place) : Math.round(place).toLocaleString('en');
     told.textContent = told.dataset.x + ' ' + over + ': ' + words.join(', ');
     for (const end of ['x1', 'x2']) cursor.setAttribute(end, at[0]);
     cursor.style.visibility = 'visible';
@@ -62,14 +70,7 @@ for (const svg of document.querySelectorAll('svg.curves')) {
   svg.addEventListener('pointerleave', () => { told.textContent = ''; cursor.style.visibility = 'hidden'; });
 }
 """.strip()
-    % {
-        "width": curves.WIDTH,
-        "height": curves.HEIGHT,
-        "left": curves.LEFT,
-        "right": curves.RIGHT,
-        "top": curves.TOP,
-        "bottom": curves.BOTTOM,
-    }
+    % {"width": curves.WIDTH, "left": curves.LEFT, "right": curves.RIGHT}
 )
 
 # Column of metrics.jsonl -> what its chart is called, and whether its axis begins at 0.
@@ -166,6 +167,10 @@ def _facts(run: Run) -> dict[str, str]:
     if scores:
         best = min(scores, key=lambda row: float(row["eval_loss"]))
         found["held-out loss"] = f"{scores[-1]['eval_loss']:.4f}, least {best['eval_loss']:.4f} at step {best['step']}"
+    for key, name in _scores([run]).items():
+        rows = [row for row in run.evaluations if _number(row.get(key)) is not None]
+        most = max(rows, key=lambda row: float(row[key]))
+        found[name] = f"{rows[-1][key]:.4f}, most {most[key]:.4f} at step {most['step']}"
     numbers: list[tuple[str, str, Callable[[Sequence[float]], float], str]] = [
         ("tokens_per_second", "tokens per second", median, "{:,.0f}, the median"),
         ("step_time", "a step", median, "{:.3f} s, the median"),
@@ -182,6 +187,15 @@ def _facts(run: Run) -> dict[str, str]:
     for style, timeline in run.timelines.items():
         found[f"bubble, {style}"] = f"{timeline.bubble:.1%} measured, {timeline.ideal().bubble:.1%} ideal"
     return found
+
+
+def _scores(runs: Sequence[Run]) -> dict[str, str]:
+    """Columns of evaluations beside their loss, such as eval_accuracy, and what they are called."""
+    keys = dict.fromkeys(
+        key for run in runs for row in run.evaluations for key, value in row.items() if _number(value) is not None
+    )
+    names = {key: f"held-out {key.removeprefix('eval_').replace('_', ' ')}" for key in keys if key.startswith("eval_")}
+    return {key: name for key, name in names.items() if key != "eval_loss"}
 
 
 def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
@@ -227,7 +241,7 @@ def _charts(runs: Sequence[Run], names: Sequence[str], x: str) -> list[str]:
             if column == "loss":
                 mean = running_mean(points, max(1, len(points) // 20))
                 drawn += [Curve(label, f"raw {look}", points), Curve(label, f"line {look}", mean)]
-                drawn.append(Curve(f"{label}, held out", look, _held_out(run, place), dots=True))
+                drawn.append(Curve(f"{label}, held out", look, _held_out(run, place, "eval_loss"), dots=True))
             else:
                 drawn.append(Curve(label, f"line {look}", points))
         if drawn:
@@ -236,11 +250,24 @@ def _charts(runs: Sequence[Run], names: Sequence[str], x: str) -> list[str]:
             legend = _legend(names) if len(runs) == 2 else ""
             note = ", dots: held out" if any(curve.dots and curve.points for curve in drawn) else ""
             note += f", dashed: best possible {floor:.2f}" if floor is not None else ""
-            found.append(
-                f'<figure><figcaption><b>{title}</b>{legend}<span class="faint">{note[2:]}</span></figcaption>'
-                f'{chart(title, drawn, x, floor, zero)}<div class="told" data-x="{x}"></div></figure>'
-            )
+            found.append(_figure(title, f'{legend}<span class="faint">{note[2:]}</span>', drawn, x, floor, zero))
+    for key, name in _scores(runs).items():
+        title = name.capitalize()
+        drawn = [
+            Curve(called if len(runs) == 2 else name, f"line {look}", _held_out(run, place, key))
+            for look, called, run, place in zip(LOOKS, names, runs, places, strict=False)
+        ]
+        found.append(_figure(title, _legend(names) if len(runs) == 2 else "", drawn, x))
     return found
+
+
+def _figure(
+    title: str, words: str, drawn: Sequence[Curve], x: str, floor: float | None = None, zero: bool = False
+) -> str:
+    return (
+        f"<figure><figcaption><b>{escape(title)}</b>{words}</figcaption>"
+        f'{chart(title, drawn, x, floor, zero)}<div class="told" data-x="{x}"></div></figure>'
+    )
 
 
 def _places(run: Run, x: str) -> list[float]:
@@ -254,9 +281,9 @@ def _places(run: Run, x: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _held_out(run: Run, places: Sequence[float]) -> list[Point]:
+def _held_out(run: Run, places: Sequence[float], key: str) -> list[Point]:
     at = {row["step"]: place for row, place in zip(run.steps, places, strict=True)}
-    return [Point(at.get(row["step"], 0.0), _number(row["eval_loss"])) for row in run.evaluations]
+    return [Point(at.get(row["step"], 0.0), _number(row.get(key))) for row in run.evaluations]
 
 
 def _number(value: Any) -> float | None:

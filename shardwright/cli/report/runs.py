@@ -82,17 +82,14 @@ def read_run(path: Path) -> Run:
             f"{counted(again, 'step')} {'was' if again == 1 else 'were'} trained again later, which are the ones that "
             "count"
         )
-    strange = [row["step"] for row in run.steps if _finite(row.get("loss")) is None]
-    if strange:
-        run.notes.append(
-            f"the loss of {counted(len(strange), 'step')} is no finite number, that of step {strange[0]} first"
-        )
-    strange = [row["step"] for row in run.evaluations if _finite(row[_EVALUATION]) is None]
-    if strange:
-        run.notes.append(
-            f"the held-out loss of {counted(len(strange), 'evaluation')} is no finite number, at step {strange[0]} "
-            "first"
-        )
+    for what, of, rows, key in (
+        ("loss", "step", run.steps, "loss"),
+        ("held-out loss", "evaluation", run.evaluations, _EVALUATION),
+    ):
+        if strange := [row["step"] for row in rows if _finite(row.get(key)) is None]:
+            run.notes.append(
+                f"the {what} of {counted(len(strange), of)} is no finite number, at step {strange[0]} first"
+            )
     run.told = _told(_mapping(folder / "run.json", run.notes), run.notes)
     recipe = _mapping(folder / "recipe.yaml", run.notes)
     run.settings = dict(_flat(recipe)) | dict(_flat(run.told.get("layout", {}), "layout."))

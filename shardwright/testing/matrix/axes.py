@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...models.windows import why_no_sequence
 from ...utils.errors import nearest
+from ...utils.versions import is_installed
 
 if TYPE_CHECKING:
     from .subject import Built
@@ -94,7 +94,7 @@ def not_applicable(axis: Axis, built: Built) -> str:
         return "the class does not generate"
     if axis.kind in ("lazy", "round_trip") and not hasattr(model, "save_pretrained"):
         return "the class has no files of transformers"
-    if axis.kind == "lora" and importlib.util.find_spec("peft") is None:
+    if axis.kind == "lora" and not is_installed("peft"):
         return "peft is not installed"
     if axis.group == "sequences":
         return why_no_sequence(model)
