@@ -64,6 +64,14 @@ CASES = [
     ),
     _stalled("stop", "pp2", 0, "The job's store does not answer: rank 0", "SIGSTOP to the rank that serves the store"),
     Case(
+        "stop",
+        "tp2pp2",
+        0,
+        (KILLED, STALLED, STALLED, STALLED),  # by the first of three, who takes the store from the others
+        "The job's store does not answer: rank 0",
+        "SIGSTOP to the rank that serves the store of four",
+    ),
+    Case(
         "stop first",
         "zero2",
         0,

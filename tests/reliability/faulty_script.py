@@ -33,6 +33,7 @@ STEPS = 8
 LAYOUTS: dict[str, Any] = {
     "pp2": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32"),
     "tp2": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
+    "tp2pp2": lambda: HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=2, precision="fp32"),
     "dp2": lambda: HybridParallelPlugin(zero_stage=1, precision="fp32"),
     "zero2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
     "zero3": lambda: LowLevelZeroPlugin(stage=3, precision="fp32"),
