@@ -89,6 +89,21 @@ CASES = [
         "SIGSTOP before the first step",
         seconds=BOOST,
     ),
+    *(
+        Case(
+            "stop at the end",
+            "zero2",
+            rank,
+            codes,
+            words,
+            f"SIGSTOP behind the last call{' to the rank that serves the store' * (rank == 0)}",
+            goes_on=True,
+        )
+        for rank, codes, words in (
+            (0, (KILLED, STALLED), "The job's store does not answer: rank 0"),
+            (1, (0, KILLED), "rank 1 was stopped when rank 0 was through"),
+        )
+    ),
     Case(
         "stop in boost",
         "tp2",
