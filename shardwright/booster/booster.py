@@ -395,7 +395,8 @@ class Booster(metaclass=ExplainedArguments):
         dataloader: DataLoader | None = None,
         verify: bool = True,
     ) -> dict[str, Any]:
-        """Resume from a checkpoint, or from a directory of checkpoints of which the newest whole one is taken.
+        """Resume from a checkpoint, or from a directory of checkpoints of which the newest whole one is taken. The
+        optimizer's gradients are dropped, as those of other weights.
 
         verify  compare checksums of all files before; False compares sizes only
 

@@ -30,6 +30,14 @@ from .mixed_precision import AutocastModel
 
 StrPath = str | os.PathLike[str]
 _MB = 1024 * 1024
+SAVED_AMID_STEP = (
+    "booster.save to {} in the middle of a step: gradients of calls since the last optimizer.step() are not in a "
+    "checkpoint, and a run that goes on from this one takes that step without them. Save behind optimizer.step()"
+)
+LOADED_AMID_STEP = (
+    "booster.load of {} in the middle of a step: gradients of calls since the last optimizer.step() are dropped, as "
+    "those of other weights, and the step is taken without them. Load before the first call of a step"
+)
 
 
 class Checkpoints:
@@ -38,7 +46,8 @@ class Checkpoints:
     def __init__(self, plugin: Plugin | None) -> None:
         self._plugin = plugin
         self._background = Background()
-        self._said_precision = self._has_said_amid_step = False
+        self._said_precision = False
+        self._has_said_amid_step: set[str] = set()  # booster.save, booster.load
         # References on both sides: a dictionary that holds a value forever would hold the key that the value knows.
         self._models: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -94,7 +103,7 @@ class Checkpoints:
         owner = self._model_of(optimizer)
         position, agreement = self._setting(model if model is not None else owner, f"booster.save to {path}")
 
-        self._say_if_amid_step(path, optimizer, position)
+        self._say_if_amid_step(optimizer, position, SAVED_AMID_STEP.format(path))
 
         def gather() -> Contents:
             return collect(
@@ -110,18 +119,15 @@ class Checkpoints:
 
         save(_path(path), gather, position, agreement, self._background, use_async=use_async, keep_last=keep_last)
 
-    def _say_if_amid_step(self, path: StrPath, optimizer: Any, position: Position) -> None:
-        """Once, by the first rank of each stage: of a pipeline the last one alone has a loss."""
+    def _say_if_amid_step(self, optimizer: Any, position: Position, words: str) -> None:
+        """Each once, by the first rank of each stage: of a pipeline the last one alone has a loss."""
         guard = optimizer.loss_guard if isinstance(optimizer, OptimizerWrapper) else None
         is_first = position.coordinate("dp_sp") == position.coordinate("tp") == 0
-        if guard is None or not guard.is_amid_step or not is_first or self._has_said_amid_step:
+        kind = words.partition(" ")[0]
+        if guard is None or not guard.is_amid_step or not is_first or kind in self._has_said_amid_step:
             return
-        self._has_said_amid_step = True
-        get_dist_logger().warning(
-            f"booster.save to {path} in the middle of a step: gradients of calls since the last optimizer.step() are "
-            "not in a checkpoint, and a run that goes on from this one takes that step without them. Save behind "
-            "optimizer.step()"
-        )
+        self._has_said_amid_step.add(kind)
+        get_dist_logger().warning(words)
 
     def load(
         self, path: StrPath, model: nn.Module | None, optimizer: Any, lr_scheduler: Any, dataloader: Any, check: bool
@@ -149,8 +155,11 @@ class Checkpoints:
             dataloader=dataloader,
             check=check,
         )
-        if isinstance(optimizer, OptimizerWrapper) and optimizer.loss_guard is not None and found["step"] is not None:
-            optimizer.loss_guard.go_on_behind(found["step"])
+        if optimizer is not None:
+            self._say_if_amid_step(optimizer, position, LOADED_AMID_STEP.format(path))
+            optimizer.zero_grad()
+            if optimizer.loss_guard is not None and found["step"] is not None:
+                optimizer.loss_guard.go_on_behind(found["step"])
         return found
 
     @job.heeds_failures_alone

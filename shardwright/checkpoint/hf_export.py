@@ -29,6 +29,7 @@ from .held import held_tensors
 from .index import Chunk, TensorIndex, describe
 from .optimizer_parts import parts_of_optimizer
 from .position import Position
+from .staging import Staging
 
 _STAGING = "staging"
 
@@ -94,13 +95,16 @@ def save_model(
     exporter = Exporter(model)
     own, error = attempt(lambda: _collect(model, position, exporter, optimizer))
     agreement.check(error, what)
-    _, error = attempt(lambda: _prepare(path) if position.rank == 0 else None)
+    staging, error = attempt(lambda: _prepare(path) if position.rank == 0 else None)
     agreement.check(error, what)
     if use_async:
-        own = [
-            _Own(item.name, item.full_shape, item.part, copy)
-            for item, copy in zip(own, snapshot([i.data for i in own]), strict=True)
-        ]
+        try:
+            copies = snapshot([item.data for item in own])
+        except BaseException:
+            if staging is not None:
+                staging.release()
+            raise
+        own = [_Own(item.name, item.full_shape, item.part, copy) for item, copy in zip(own, copies, strict=True)]
 
     def job() -> None:
         try:
@@ -109,6 +113,9 @@ def save_model(
             if position.rank == 0:
                 attempt(lambda: remove_tree(new_path(path)) if new_path(path).exists() else None)
             raise
+        finally:
+            if staging is not None:
+                staging.release()
 
     if use_async:
         background.start(job)
@@ -151,16 +158,18 @@ def _collect(model: nn.Module, position: Position, exporter: Exporter, optimizer
     return own
 
 
-def _prepare(path: Path) -> None:
+def _prepare(path: Path) -> Staging:
     if path.is_symlink() or (path.exists() and path.is_dir() == (path.suffix == ".safetensors")):
         raise ValueError(
             f"cannot save to {path}: a {'file' if path.is_file() else 'link or directory'} of that name is there"
         )
-    fresh = new_path(path)
-    if fresh.exists():
-        remove_tree(fresh)
-    make_directory(fresh)
-    make_directory(fresh / _STAGING)
+    staging = Staging(new_path(path), path)
+    try:
+        make_directory(new_path(path) / _STAGING)
+    except BaseException:
+        staging.release()
+        raise
+    return staging
 
 
 class _Export:

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 
 import torch.distributed as dist
 
@@ -144,7 +145,13 @@ def _opened(directory: Path) -> int:
         _own.discard(directory)
         os.close(_held.pop(directory))  # the directory was removed and made anew: what is left keeps no one out
     if directory not in _held:
-        _held[directory] = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        # without waiting, as a device may let who opens it
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(file, flags, 0o644)
+        if not S_ISREG(os.fstat(descriptor).st_mode):  # a pipe: who holds it cannot be read twice
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is no plain file", str(file))
+        _held[directory] = descriptor
     return _held[directory]
 
 

@@ -30,13 +30,15 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from .failure import DIED, INTERRUPTED, LEFT, STALLED, TERMINATED, TIMEOUT, Failure
+from .heart import heart
 from .job import Job
-from .stopped import kill_deaf, kill_stopped
+from .stopped import kill_deaf, kill_left_behind, kill_stopped, neighbors
 
 _OTHERS = 4.5  # seconds that the rank that tells the story waits for the others
 _DEAF = 2.0  # seconds for one that did not say where it stands to hear of the end
 _STACKS = 2.0  # seconds in which all ranks say what they were doing when a timeout struck
 STALLED_CODE = 79  # what a job ends with that was ended because a step took too long
+_EXIT = "exit"  # behind the last call of a script, which may take as long as it takes
 _KINDS = 3  # of things that ranks were doing, in torchrun's report
 
 _exit_code: int | None = None  # what this process ends with, once that is decided
@@ -310,10 +312,17 @@ def at_exit(job: Job) -> None:
     job.ending = True
     code, where = _script_exit or (0, "")
     if code in (0, _agreed_code):
+        patience = 0.0 if code else heart.budgets.of_silence(_EXIT) or 0.0
+        others = neighbors(job) if patience else {}  # while there is a store
         job.announce(f"left/{job.rank}", "left: its script had ended")
         job.tell(f"gone/{job.rank}")
         if job.rank == 0 and not _under_torchrun():  # the store ends with this process
             job.wait_for([f"left/{rank}" for rank in range(job.world_size)], _OTHERS)
+        for rank in kill_left_behind(others, patience):
+            _print(
+                f"rank {rank} was stopped when rank {job.rank} was through, and did not go on for {patience:g} s: it "
+                "has been ended"
+            )
         if code:
             leave_early(code)
         return

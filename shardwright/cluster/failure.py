@@ -130,6 +130,26 @@ class Failure:
         return f"{self.headline}\n{self.traceback.rstrip()}" if self.traceback else self.condensed()
 
 
+def failure_of_store(speaker: int, place: str, served_by: str, stopped: bool) -> Failure:
+    """The job's store has gone: the process that served it ("rank 0", or the launcher of rank `speaker`, which is at
+    `place`) has died. One that had been `stopped` was ended by another rank, since it would have stayed for ever.
+    """
+    if served_by == "rank 0":
+        rank, place, who, died = (
+            0,
+            "",
+            "it",
+            "died without a word (killed?), or its machine did: it served the job's store",
+        )
+    else:
+        rank, who = speaker, served_by
+        died = f"lost the job's store: {who}, which served it, has died, or its machine has"
+    if stopped:
+        held = f"held the job up: {who} was stopped, and with it the job's store, until another rank ended it"
+        return Failure(rank, speaker, place, "", STALLED, held, when=time.time())
+    return Failure(rank, speaker, place, "", DIED, f"{died}\n{ADVICE[DIED]}", when=time.time())
+
+
 def describe(error: BaseException) -> tuple[str, tuple[str, ...], str]:
     """(last lines, condensed frames, whole traceback) of an exception; of its cause, where it only says where the
     cause came up.

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from ..utils.memory_notes import note_memory
 from . import groups
 from .errors import BrokenJobError, JobError, without_store
-from .failure import ADVICE, DIED, LEFT, Failure, failure_of, is_lost_connection, main_stack
+from .failure import ADVICE, DIED, LEFT, Failure, failure_of, failure_of_store, is_lost_connection, main_stack
 from .heart import heart
 from .processes import is_running
 
@@ -75,6 +75,7 @@ class Job:
         self.local_ranks = _local_ranks(rank, world_size)
         self.server, self.served_by = ("", 0), "rank 0"  # host and process id
         self.server_left = False  # its script had ended, and nothing is wrong when its store does, too
+        self.server_stopped = False  # when it was last asked for something, and had not answered
         self._introduce()
 
     def _introduce(self) -> None:
@@ -287,13 +288,7 @@ class Job:
 
     def lost_store(self) -> Failure:
         """The record of the end of the process that served the store, which nobody can be told of any more."""
-        if self.served_by != "rank 0":
-            what = (
-                f"lost the job's store: {self.served_by}, which served it, has died, or its machine has\n{ADVICE[DIED]}"
-            )
-            return Failure(self.rank, self.rank, self.place, "", DIED, what, when=time.time())
-        what = f"died without a word (killed?), or its machine did: it served the job's store\n{ADVICE[DIED]}"
-        return Failure(0, self.rank, "", "", DIED, what, when=time.time())
+        return failure_of_store(self.rank, self.place, self.served_by, self.server_stopped)
 
     def process_of(self, rank: int) -> tuple[str, int]:
         """(host, process id) of a rank; ("", 0) where it has not said so."""

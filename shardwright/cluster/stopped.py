@@ -9,10 +9,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from .job import Job
+from .job import POLL, Job
 from .processes import is_running, is_stopped
+
+_NEARBY = 8  # ranks on either side of one, among which are most of its machine's
 
 
 def kill_if_stopped(host: str, pid: int) -> bool:
@@ -29,6 +31,29 @@ def kill_stopped(job: Job, ranks: Iterable[int]) -> None:
     for rank in ranks:
         if rank != job.rank:
             kill_if_stopped(*job.process_of(rank))
+
+
+def neighbors(job: Job) -> dict[int, int]:
+    """Process ids by rank of those ranks around this one that are of its machine."""
+    around = range(max(0, job.rank - _NEARBY), min(job.world_size, job.rank + _NEARBY + 1))
+    found = {rank: job.process_of(rank) for rank in around if rank != job.rank}
+    return {rank: pid for rank, (host, pid) in found.items() if host == socket.gethostname()}
+
+
+def kill_left_behind(processes: Mapping[int, int], seconds: float) -> list[int]:
+    """Wait while some of these are stopped, and end those that are for so long; returns their ranks. Looks are counted
+    and not seconds, since this process may be stopped with them and go on a moment earlier.
+    """
+    stopped, killed = dict(processes), []
+    for _ in range(1 + int(seconds / POLL)):
+        stopped = {rank: pid for rank, pid in stopped.items() if is_stopped(pid)}
+        if not stopped:
+            return []
+        time.sleep(POLL)
+    for rank, pid in stopped.items():
+        if _is_alike(pid) and kill_if_stopped(socket.gethostname(), pid):
+            killed.append(rank)
+    return killed
 
 
 def kill_deaf(job: Job, rank: int, seconds: float) -> None:

@@ -65,6 +65,7 @@ class Watchdog(threading.Thread):
         told = 0  # of what number of calls, that there has been none since for long
         while not self._done.wait(POLL):
             self._excuse_stops()
+            self._note_server()
             unheard = self._unanswered()
             if unheard is not None:
                 _end_alone(self._job, f"it waits, in {heart.words()}, and has heard nothing for {unheard:.0f} s")
@@ -89,6 +90,15 @@ class Watchdog(threading.Thread):
         heart.excuse(before, self._looked)
         self._awake = self._looked
         return self._looked - before
+
+    def _note_server(self) -> None:
+        """Whether who serves the store is stopped while it is asked. Some rank ends it then, and the store with it."""
+        job = self._job
+        if self._asked_since() is not None:
+            host, pid = job.server
+            job.server_stopped = job.server_stopped or (host == socket.gethostname() and is_stopped(pid))
+        elif job.has_store:
+            job.server_stopped = False
 
     def _unanswered(self) -> float | None:
         """Seconds for which the watching thread has waited for a store that will not answer; None of others."""

@@ -30,6 +30,7 @@ from .base import (
     require_precision,
     require_process_group,
 )
+from .fsdp_gradients import drop_unsharded
 from .fsdp_wire import require_custom_communication, send_in_8_bits
 from .without_effect import warn_once
 
@@ -46,6 +47,10 @@ class TorchFSDPModel(ModelWrapper):
         super().__init__(module)
         self._sharded = [param for param in module.parameters() if isinstance(param, DTensor)]
         show_assignments(self._sharded, True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        drop_unsharded(self.unwrap())
+        super().zero_grad(set_to_none)
 
     @job.heeds_failures
     @labelled("forward")
@@ -73,6 +78,11 @@ class TorchFSDPOptimizer(OptimizerWrapper):
     ) -> None:
         with through_gathered_weights():
             super().backward(loss, inputs, retain_graph)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.model is not None:
+            drop_unsharded(self.model.unwrap())
+        super().zero_grad(set_to_none)
 
     def _step_wrapped(self) -> Any:
         with nullcontext() if self.model is None else self.model.plain_parameters(), stepping_on_dtensors(self.optim):

@@ -130,6 +130,29 @@ def test_hybrid_sharding_matches_one_process() -> None:
             torch.testing.assert_close(result[2][key], weights[key], rtol=1e-10, atol=1e-10)
 
 
+def given_up(rank: int, world_size: int, plugin_name: str, precision: str | None, clears: str) -> list[torch.Tensor]:
+    """Gradients of a step whose first call, under `no_sync`, made nan and was cleared."""
+    settings = {} if precision is None else {"mixed_precision": precision}
+    booster = Booster(plugin={"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}[plugin_name](**settings))
+    model, optimizer, *_ = booster.boost(*build(torch.float32))
+    if clears:
+        with booster.no_sync(model, optimizer):
+            booster.backward(model(**rows(batches(0, 0, world_size), rank)).loss * float("nan"), optimizer)
+        {"model": model, "optimizer": optimizer}[clears].zero_grad()
+    booster.backward(model(**rows(batches(0, 1, world_size), rank)).loss, optimizer)
+    return [_full(param.grad).clone() for param in model.unwrap().parameters()]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "precision", "clears"),
+    [("ddp", None, "optimizer"), ("fsdp", None, "optimizer"), ("fsdp", "bf16", "optimizer"), ("fsdp", None, "model")],
+)
+def test_a_step_that_is_given_up_leaves_nothing(plugin: str, precision: str | None, clears: str) -> None:
+    """FSDP2 keeps gradients that are not reduced yet out of the optimizer's sight, in bf16 in another place."""
+    cleared, never = (run_ranks(given_up, 2, plugin, precision, how, debug="INFO")[0] for how in (clears, ""))
+    assert all(torch.equal(found, expected) for found, expected in zip(cleared, never, strict=True))
+
+
 def mixed(rank: int, world_size: int, plugin_name: str, precision: str, poison: bool) -> dict[str, Any]:
     plugin = {"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin, "none": lambda: None}[plugin_name]()
     booster = Booster(plugin=plugin, mixed_precision=precision)

@@ -64,6 +64,14 @@ CASES = [
     ),
     _stalled("stop", "pp2", 0, "The job's store does not answer: rank 0", "SIGSTOP to the rank that serves the store"),
     Case(
+        "stop",
+        "tp2pp2",
+        0,
+        (KILLED, STALLED, STALLED, STALLED),  # by the first of three, who takes the store from the others
+        "The job's store does not answer: rank 0",
+        "SIGSTOP to the rank that serves the store of four",
+    ),
+    Case(
         "stop first",
         "zero2",
         0,
@@ -80,6 +88,21 @@ CASES = [
         "FirstStep.compare had taken",
         "SIGSTOP before the first step",
         seconds=BOOST,
+    ),
+    *(
+        Case(
+            "stop at the end",
+            "zero2",
+            rank,
+            codes,
+            words,
+            f"SIGSTOP behind the last call{' to the rank that serves the store' * (rank == 0)}",
+            goes_on=True,
+        )
+        for rank, codes, words in (
+            (0, (KILLED, STALLED), "The job's store does not answer: rank 0"),
+            (1, (0, KILLED), "rank 1 was stopped when rank 0 was through"),
+        )
     ),
     Case(
         "stop in boost",

@@ -94,16 +94,16 @@ def train(run: elastic.Run) -> None:
 
 
 def _drawn(step: int) -> str | None:
-    """The fault that `SOAK` has for this step and rank, if it has one. Of a job that is stopped as a whole, which is
-    one that somebody has suspended, nobody is left to end it: its last rank is killed.
+    """The fault that `SOAK` has for this step and rank, if it has one. Of a job that is stopped as a whole, or whose
+    other ranks are killed in that moment, nobody is left to end it: who would be stopped is killed.
     """
     seed, _, chance = os.environ.get("SOAK", "0:0").partition(":")
     drawn: list[str | None] = []
     for rank in range(dist.get_world_size()):
         draw = random.Random(f"{seed} {step} {rank}")
         drawn.append(draw.choice((*SIGNALS, "nan")) if draw.random() < float(chance) else None)
-    if all(fault == "stop" for fault in drawn):
-        drawn[-1] = "kill"
+    if all(fault in ("stop", "kill") for fault in drawn):
+        drawn = ["kill" for _ in drawn]
     return drawn[dist.get_rank()]
 
 

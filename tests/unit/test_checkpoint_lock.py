@@ -157,11 +157,17 @@ def test_a_directory_that_vanishes_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_file_of_locks_that_cannot_be_opened(tmp_path: Path) -> None:
-    """Another user's, or of a file system that refuses it, keeps nobody from saving; a link is not followed."""
+    """Another user's, or of a file system that refuses it, or a pipe, keeps nobody from saving; a link is not
+    followed.
+    """
     (tmp_path / "other" / NAME).mkdir(parents=True)
-    for step in (1, 2):
-        trained(step).save(tmp_path / "other" / f"step-{step}")
-    check_resumed(tmp_path / "other", (2,))
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / NAME)
+    for run in (tmp_path / "other", tmp_path / "pipe"):
+        claim(run)
+        for step in (1, 2):
+            trained(step).save(run / f"step-{step}")
+        check_resumed(run, (2,))
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / NAME).symlink_to(tmp_path / "victim")
     with pytest.raises(ValueError, match="is a link, which saves do not follow: remove it"):

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright
 from shardwright.checkpoint.background import Background
 from shardwright.cluster import standing, watchdog
-from shardwright.cluster.failure import main_frames, waits_for_save, waits_in
+from shardwright.cluster.ending import STALLED_CODE, code_of
+from shardwright.cluster.failure import failure_of_store, main_frames, waits_for_save, waits_in
 from shardwright.cluster.heart import OUTSIDE, Budgets, Heart
 from shardwright.cluster.heart import heart as shared_heart
 from shardwright.cluster.job import Job
@@ -177,7 +178,7 @@ def test_a_silent_store_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> N
     watching thread has waited for.
     """
     here, told, forever = (socket.gethostname(), 7), [], threading.Event()
-    job = SimpleNamespace(server=here, failure=None, ending=False, has_store=True, rank=1)
+    job = SimpleNamespace(server=here, server_stopped=False, failure=None, ending=False, has_store=True, rank=1)
     mine = Heart()
     mine.budgets = Budgets(1.0)
     mine.enter("Booster.execute_pipeline")
@@ -204,6 +205,29 @@ def test_a_silent_store_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert "execute_pipeline had taken" in why
     assert "its budget is 1 s" in why
     assert seconds < watchdog._STORE - 1
+    assert job.server_stopped
+
+
+def test_a_store_that_was_stopped_and_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has seen it stopped when it was asked does not take it for dead; once it has answered again, it
+    does.
+    """
+    asked, stopped = [cast("float | None", 1.0)], [True]
+    job = SimpleNamespace(server=(socket.gethostname(), 7), server_stopped=False, has_store=True)
+    watches = watchdog.Watchdog(cast("Job", job), lambda: asked[0])
+    monkeypatch.setattr(watchdog, "is_stopped", lambda pid: stopped[0])
+    watches._note_server()
+    stopped[0], asked[0], job.has_store = False, None, False  # another rank has ended it
+    watches._note_server()
+    assert job.server_stopped
+    job.has_store = True  # it was let go on, and answers
+    watches._note_server()
+    assert not job.server_stopped
+    for served_by, words in (("rank 0", "it was stopped"), ("torchrun", "torchrun was stopped")):
+        failure = failure_of_store(1, "dp=1", served_by, stopped=True)
+        assert f"held the job up: {words}, and with it the job's store" in failure.headline
+        assert code_of(failure) == STALLED_CODE
+        assert code_of(failure_of_store(1, "dp=1", served_by, stopped=False)) == 1
 
 
 def test_who_waits_for_its_own_save_is_seen_by_what_saves() -> None:
