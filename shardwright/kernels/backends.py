@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm.compat import differentiates_functions
 from ..utils.device import chosen_as_for
+from ..utils.torch_names import FakeTensor
 from ..utils.versions import is_installed
 
 PLAIN_TENSORS = (Tensor, FakeTensor)  # whose operators are torch's own; fakes are those of plans

@@ -26,10 +26,10 @@ from ..comm.compat import finished_work
 from ..models.dry_run import nonzero_of
 from ..utils.device import chosen_as_for
 from ..utils.pytree import TorchDispatchMode
+from ..utils.torch_names import SDPA
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_SDPA: Any = torch._C._nn.scaled_dot_product_attention  # of torch.nn.functional, whatever has taken its place
 _ROOM = 2**40  # of a memory among the addresses of fakes, which are further apart
 _MAKERS = {
     _aten.empty.memory_format,
@@ -122,13 +122,13 @@ def _fused_attention() -> Iterator[None]:
         *args: Any,
         **options: Any,
     ) -> torch.Tensor:
-        return _SDPA(query, key, value, attn_mask, 0.0 if is_fake(query) else dropout_p, *args, **options)
+        return SDPA(query, key, value, attn_mask, 0.0 if is_fake(query) else dropout_p, *args, **options)
 
     functional.scaled_dot_product_attention = attend
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = _SDPA
+        functional.scaled_dot_product_attention = SDPA
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shardwright.planner.live_bytes import LiveBytes
 from shardwright.shardformer.layer.activation import fuse_activations
 from shardwright.testing import zoo
 from shardwright.utils.device import planning_for
+from shardwright.utils.torch_names import SDPA
 
 BF16 = torch.bfloat16
 
@@ -52,7 +53,7 @@ def test_attention_that_drops_out_is_one_kernel() -> None:
     numbers = 2 * 4 * 64
     assert on_gpus == 4 * numbers * 32 * 2 + numbers * 4
     assert on_cpus > on_gpus + numbers * 64  # scores
-    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    assert F.scaled_dot_product_attention is SDPA
 
 
 def test_norms_keep_what_their_kernel_keeps() -> None:

@@ -76,6 +76,7 @@ PRIVATE_TORCH_ALLOWED = {
     "testing/matrix/cell": "a backend of dynamo with another table of decompositions: no public name",
     "utils/labels": "whether a profiler records, which has no public name",
     "utils/memory_notes": "being told of an error for want of memory before it is raised: no public name",
+    "utils/torch_names": "fakes, attention and turning modes off, which have no public name",
     "utils/pytree": "pytree functions and dispatch modes, which have no public name in torch 2.11",
 }
 # File and why it imports parts of the package in functions. Elsewhere that would hide who needs whom.

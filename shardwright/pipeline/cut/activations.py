@@ -21,6 +21,7 @@ from ...models.dry_run import meta_copy, run_dry
 from ...models.layer_chain import Unit, numbers_by_module
 from ...ops.keeping import ATTENTION, Region, Selection, keep_result
 from ...utils.pytree import tree_leaves
+from ...utils.torch_names import SDPA
 from ..batch.microbatch import items_of
 from ..saved_bytes import Storages
 from .entry import ENTRY
@@ -179,7 +180,7 @@ class _Counter(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch._C._nn.scaled_dot_product_attention:  # of torch.nn.functional, whatever has taken its place
+        if func is SDPA:
             query, key, value, mask = (
                 args[place] if place < len(args) else kwargs.get(name)
                 for place, name in enumerate(("query", "key", "value", "attn_mask"))

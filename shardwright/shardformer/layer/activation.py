@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...comm.compat import hooks_of_all_modules
 from ...kernels.backends import PLAIN_TENSORS, operators_only
 from ...kernels.gated import ACTIVATIONS, gated
 from ...utils.pytree import tree_map_only
+from ...utils.torch_names import disable_current_modes
 from .parallel_module import ParallelModule, combined_class, native_class
 
 _HOMES = ("torch.nn.modules.activation", "transformers.activations")
@@ -155,7 +155,7 @@ def _waiting(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
     What is tried is tried with numbers, also where a plan has tensors without memory.
     """
-    with _disable_current_modes():  # checked on torch 2.11 and 2.13
+    with disable_current_modes():
         return _found_waiting(model)
 
 
