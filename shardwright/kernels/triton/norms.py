@@ -17,6 +17,7 @@ They compute in fp32 (fp64 in fp64; eps is a constant of the kernel, because num
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -139,8 +140,13 @@ def _programs(x: Tensor) -> int:
     """Of a backward over x [rows, columns]. Each waits for its rows one after the other, so that short ones need many
     at a time; each leaves one more row of weight gradients to be summed, which costs long ones more.
     """
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    processors = _processors(x.device) if x.is_cuda else 1
     return max(1, min(processors * (8 if x.shape[1] <= _SHORT else 2), x.shape[0]))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _warps(columns: int) -> int:
