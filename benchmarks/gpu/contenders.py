@@ -53,6 +53,7 @@ class Timing(NamedTuple):
     peak          bytes that the allocator had given out at most, in a step
     loss          of the last step
     kernels       that the device was busy with, where that was asked for
+    host          seconds in which the host issued a step, median; None where it computes itself
     """
 
     seconds: float
@@ -61,6 +62,7 @@ class Timing(NamedTuple):
     peak: int
     loss: float
     kernels: Kernels | None = None
+    host: float | None = None
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
@@ -124,10 +126,11 @@ def timed(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     room = max(3, min(steps, int((end - time.perf_counter()) / took[-1])))
-    taken, loss = (between_events if device.type == "cuda" else by_the_clock)(step, room)
+    taken, issued, loss = (between_events if device.type == "cuda" else by_the_clock)(step, room)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     kernels = kernels_of(step) if with_kernels and device.type == "cuda" else None
-    return Timing(median(taken), max(taken) / min(taken), took[0], peak, float(loss), kernels)  # type: ignore[arg-type]
+    host = median(issued) if issued else None
+    return Timing(median(taken), max(taken) / min(taken), took[0], peak, float(loss), kernels, host)  # type: ignore[arg-type]
 
 
 def waited_for(step: Step, device: torch.device) -> float:
@@ -137,25 +140,28 @@ def waited_for(step: Step, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def between_events(step: Step, times: int) -> tuple[list[float], object]:
-    """Seconds of each step, and what the last one returned."""
+def between_events(step: Step, times: int) -> tuple[list[float], list[float], object]:
+    """Seconds of each step on the device, those in which the host issued it, and what the last one returned."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-    loss: object = None
+    issued, loss = list[float](), None
     events[0].record()
     for event in events[1:]:
+        begin = time.perf_counter()
         loss = step()
         event.record()
+        issued.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
-    return [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(events)], loss
+    return [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(events)], issued, loss
 
 
-def by_the_clock(step: Step, times: int) -> tuple[list[float], object]:
+def by_the_clock(step: Step, times: int) -> tuple[list[float], list[float], object]:
+    """The same of a device that the host is itself."""
     taken, loss = list[float](), None
     for _ in range(times):
         begin = time.perf_counter()
         loss = step()
         taken.append(time.perf_counter() - begin)
-    return taken, loss
+    return taken, [], loss
 
 
 def synchronize(device: torch.device) -> None:

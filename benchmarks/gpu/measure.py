@@ -94,6 +94,7 @@ def numbers(timing: Timing, work: Work, name: str, tokens: int) -> dict[str, Any
         "tokens_per_s": tokens / timing.seconds,
         "peak_gib": timing.peak / 2**30,
         "loss": timing.loss,
+        "host_ms": timing.host and 1e3 * timing.host,
     }
     if timing.kernels is not None:
         found |= {"busy_ms": 1e3 * timing.kernels.seconds, "kernels": timing.kernels.table}

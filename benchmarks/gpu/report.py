@@ -12,6 +12,7 @@ _LINES = 40  # of a failure
 _COLUMNS = (
     ("ms", "ms", "{:.2f}"),
     ("busy_ms", "busy", "{:.2f}"),
+    ("host_ms", "host", "{:.2f}"),
     ("predicted_ms", "predicted", "{:.2f}"),
     ("floor_ms", "floor", "{:.2f}"),
     ("mfu_half", "MFU half", "{:.1%}"),
