@@ -186,8 +186,10 @@ def _lines(axes: Axes, curve: Curve) -> Iterator[str]:
             x, y = axes.pixel(*piece[0])
             yield f'<circle class="{curve.look}" cx="{x:.1f}" cy="{y:.1f}" r="2"/>'
         values = " ".join(f"{y:.6g}" for _, y in piece)  # a pixel is coarse where the axis has to reach an outlier
-        named = f'data-name="{escape(curve.name)}" data-values="{values}"'
-        yield f'<polyline class="{curve.look}" {named} points="{pixels}"/>'
+        yield (
+            f'<polyline class="{curve.look}" data-name="{escape(curve.name)}" data-values="{values}" '
+            f'points="{pixels}"/>'
+        )
 
 
 def _dots(axes: Axes, curve: Curve) -> Iterator[str]:
