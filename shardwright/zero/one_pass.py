@@ -116,7 +116,7 @@ def _stepped_without_memory(
     """What `kernels.adam`'s kernels read and write, of tensors without memory: none makes anything beside them."""
     for piece in pieces:
         piece.exp_avg.lerp_(piece.grad.to(piece.exp_avg.dtype), 0.1)
-        torch.addcmul(piece.master, piece.exp_avg, piece.exp_avg_sq, out=piece.master)
+        piece.master.addcmul_(piece.exp_avg, piece.exp_avg_sq)
         if piece.weight is not None:
             piece.weight.copy_(piece.master)
 

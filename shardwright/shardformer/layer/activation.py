@@ -150,16 +150,9 @@ def _let_wait(activation: nn.Module, kind: str) -> GatedActivation:
     return activation
 
 
+@disable_current_modes()  # what is tried is tried with numbers, also where a plan has tensors without memory
 def _waiting(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Activations, and what they compute; of those that several modules share, the ones that all of them multiply.
-
-    What is tried is tried with numbers, also where a plan has tensors without memory.
-    """
-    with disable_current_modes():
-        return _found_waiting(model)
-
-
-def _found_waiting(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Activations, and what they compute; of those that several modules share, the ones that all of them multiply."""
     known: dict[Any, bool] = {}
     kinds: dict[Any, str | None] = {}
     found: dict[int, tuple[nn.Module, str]] = {}
