@@ -138,11 +138,16 @@ _TENSOR: Any = torch.Tensor
 HOOK_LISTS = (_TENSOR._post_accumulate_grad_hooks.__get__, _TENSOR._backward_hooks.__get__)
 
 
-def put_hook_last(tensor: torch.Tensor, number: int) -> None:
-    """Let the post-accumulate hook whose handle has this id run after those that came later."""
+def put_hook_last(tensor: torch.Tensor, number: int) -> bool:
+    """Let the post-accumulate hook whose handle has this id run after those that came later; whether there are
+    others.
+    """
     hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    if len(hooks) > 1 and next(reversed(hooks)) != number:
+    if len(hooks) == 1:
+        return False
+    if next(reversed(hooks)) != number:
         hooks[number] = hooks.pop(number)  # autograd follows the order of insertion
+    return True
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

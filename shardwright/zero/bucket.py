@@ -1,15 +1,19 @@
 """The tensors of one bucket.
 
     flat     [numel]        working parameters, in the working dtype; the model's parameters are views of it
-    grads    [numel]        accumulated gradients in the master's dtype (full_grads only); the parameters' .grad are
-             views of it
+    grads    [numel]        accumulated gradients in the master's dtype (`full` only)
     shard_grad [shard]      this rank's part of the gradients: a view of `grads`, or a buffer of its own
     carry    [shard]        gradients of the step that were reduced before more came; made only then
     master   [shard]        what the optimizer steps on: a view of `flat` where the dtypes agree, else a copy in fp32
 
-[Note: who holds gradients] With `full_grads` (stages 0 and 1) autograd accumulates straight into `grads`: the
-parameter's .grad is preset to a view, and `grad_dtype` lets a bf16 parameter have an fp32 gradient. Without (stage 2)
-autograd makes a gradient per parameter, and the reducer collects those of a bucket when the last one has arrived.
+[Note: who holds gradients] With `full` gradients (stages 0 and 1) they are summed in `grads`. Autograd makes one per
+parameter and microbatch, and as it arrives it goes over to `grads`: the first of a step is copied, the others are
+added, and what got none is set to zero when the bucket leaves. So a first gradient moves 8 bytes an element (of bf16 6,
+see `grad_dtypes`); to set `grads` to zero and have autograd add to it in place moves 16 (of bf16 22). It does so where
+.grad is to show the sum: for hooks of a script, and in pipelines, where weight gradients that wait add themselves
+(`ops.weight_grad`).
+
+Without (stage 2) the reducer collects the gradients of a bucket when the last one has arrived.
 """
 
 from __future__ import annotations
@@ -27,10 +31,7 @@ from ..precision.policy import HALF
 from ..utils.streams import host_memory, streams_of
 from ..utils.tensors import multiply_
 from .layout import CUDA_BUCKET_BYTES, FROZEN, BucketPlan, Slot
-
-# Without it (torch 2.11) autograd makes gradients in the parameter's dtype, and the reducer's hook adds them to the
-# view.
-HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+from .param_guard import own_gradient, set_own_gradient
 
 
 def master_dtype(working: torch.dtype, master_weights: bool) -> torch.dtype:
@@ -73,6 +74,8 @@ class Bucket:
         self.empty = True  # whether the gradient buffers hold nothing of this step
         self.carry: torch.Tensor | None = None
         self._own_views: dict[Slot, torch.Tensor] = {}
+        self._unwritten: set[Slot] = set()  # of which `grads` holds nothing of this step, and anything else
+        self._preset = False
         self._versions: list[int] = []
         self._addresses: list[int] = []  # of the parameters' views
 
@@ -150,8 +153,10 @@ class Bucket:
         if first < last and self.master.data_ptr() != self.own_flat.data_ptr():
             self.master[first - self.low : last - self.low].copy_(values[first - start : last - start])
 
-    def make_gradients(self, full: bool) -> None:
-        """Room for gradients; `full`: for those of the whole bucket (see [Note: who holds gradients])."""
+    def make_gradients(self, full: bool, preset: bool = False) -> None:
+        """Room for gradients; `full`: for those of the whole bucket, which .grad shows where they are `preset` (see
+        [Note: who holds gradients]).
+        """
         self.grads = torch.zeros(self.plan.numel, dtype=self.master_dtype, device=self.device) if full else None
         if self.grads is not None:
             self.shard_grad = self.grads[self.low : self.high]
@@ -162,19 +167,34 @@ class Bucket:
         self.grad_views = (
             {slot: self.view(self.grads, slot) for slot in self.plan.slots} if self.grads is not None else {}
         )
-        self.attach_gradients()
+        self._preset = preset
+        self._unwritten = set(self.grad_views)
+        self._show_preset()
 
-    def attach_gradients(self) -> None:
-        """Point every parameter's .grad at its view of `grads` (see [Note: who holds gradients])."""
-        for slot, view in self.grad_views.items():
-            param = slot.entry.param
-            if param.grad is view:
-                continue
-            if param.dtype != view.dtype:
-                if not HAS_GRAD_DTYPE:
-                    continue
-                param.grad_dtype = view.dtype
-            param.grad = view
+    def _show_preset(self) -> None:
+        if self._preset:
+            self.complete()
+            for slot in self.grad_views:
+                self.show_sum(slot)
+
+    def show_sum(self, slot: Slot) -> None:
+        """Have autograd add to the view of `grads`, as the parameter's .grad."""
+        view = self.grad_views[slot]
+        if own_gradient(slot.entry.param) is not view:
+            if slot in self._unwritten:
+                self._unwritten.discard(slot)
+                view.zero_()
+            set_own_gradient(slot.entry.param, None)
+            slot.entry.param.grad_dtype = view.dtype  # type: ignore[attr-defined]  # torch's stubs lack it
+            set_own_gradient(slot.entry.param, view)
+
+    def complete(self) -> None:
+        """Nothing more comes: what got no gradient has zeros for one."""
+        if self._unwritten and self.grads is not None:
+            missing = list(self._unwritten)
+            whole = len(missing) == len(self.plan.slots)
+            torch._foreach_zero_([self.grads] if whole else [self.grad_views[slot] for slot in missing])
+            self._unwritten.clear()
 
     @property
     def has_copies(self) -> bool:
@@ -247,33 +267,39 @@ class Bucket:
             self.carry = torch.empty_like(self.shard_grad)
         self.carry.copy_(self.step_grad)
         multiply_([self.carry], scale)
-        if self.grads is not None:
-            self.grads.zero_()
+        self._empty_views()
         self.state, self.empty = GradState.ACCUMULATING, True
 
     def forget_gradients(self) -> None:
         """Begin a step: gradients are zero, and .grad of the parameters as it was after boost."""
-        if self.grads is not None:
-            if not self.empty:
-                self.grads.zero_()
-            self.attach_gradients()
-        else:
+        self._empty_views()
+        if self.grads is None:
             for slot in self.plan.slots:
                 slot.entry.param.grad = None
         self.state, self.empty, self.carry = GradState.ACCUMULATING, True, None
 
+    def _empty_views(self) -> None:
+        """Nothing of `grads` is of this step."""
+        if not (self.empty and self._preset):
+            self._unwritten = set(self.grad_views)
+            for slot in self.grad_views:
+                set_own_gradient(slot.entry.param, None)
+        self._show_preset()
+
+    @torch.no_grad()
     def collect(self, slot: Slot) -> None:
         """Make sure the gradient that backward just produced for `slot` is in `grads`."""
         self.empty = False
         view, param = self.grad_views[slot], slot.entry.param
-        if param.grad is view or param.grad is None:
+        grad = own_gradient(param)
+        if grad is view or grad is None:
             return
-        # Someone dropped the preset view (model.zero_grad()), or this torch cannot hold an fp32 gradient of a bf16
-        # parameter.
-        view.add_(param.grad)
-        param.grad = None
-        if param.dtype == view.dtype or HAS_GRAD_DTYPE:
-            param.grad = view
+        if slot in self._unwritten:
+            self._unwritten.discard(slot)
+            view.copy_(grad)
+        else:
+            view.add_(grad)
+        set_own_gradient(param, view if self._preset else None)
 
     def release(self) -> None:
         """Give the parameters storage of their own again."""

@@ -32,11 +32,12 @@ from ..spec import ParamSpec
 from ..utils.device import get_current_device
 from ..utils.streams import has_streams, streams_of
 from .agreement import Agreement
-from .bucket import HAS_GRAD_DTYPE, Bucket
+from .bucket import Bucket
 from .counting import counted_ranges
 from .data_writes import DataWrites
 from .entries import Job, check_job, collect_entries
 from .gather import ParamGatherer
+from .grad_dtypes import GradDtypes
 from .groups import zero_groups
 from .layout import BucketPlan, plan_buckets
 from .one_pass import OnePass
@@ -138,7 +139,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             self.buckets = [bucket for bucket in self.units.buckets if bucket.is_trained]
             plans = [bucket.plan for bucket in self.buckets]
         for bucket in self.buckets:
-            bucket.make_gradients(full=stage < 2)
+            bucket.make_gradients(full=stage < 2, preset=not launch_in_backward)
         self.segments = Segments(self.buckets, optim)
         self._one_pass = OnePass(optim, self.buckets, settings.compiles)
         self._counted = {
@@ -177,11 +178,14 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self.guard = ParamGuard(guarded, copied, self._reads, self.gatherer, self._data)
         self.guard.show(asks=False, watches=True)
         self.gatherer.begin(self.guard)
-        if stage >= 2 and not launch_in_backward and HAS_GRAD_DTYPE:
-            # whole gradients accumulate over the microbatches of a step, as those of stage 1 do
-            for bucket in self.buckets:
-                for slot in bucket.plan.slots:
-                    slot.entry.param.grad_dtype = bucket.master_dtype
+        half = [
+            slot.entry.param
+            for bucket in self.buckets
+            if bucket.dtype != bucket.master_dtype
+            for slot in bucket.plan.slots
+        ]
+        # in a runtime whole gradients accumulate over the microbatches of a step at stage 2, too
+        self._grad_dtypes = GradDtypes(half, torch.float32, wide=stage < 2 or not launch_in_backward)
 
     def _filled_bucket(self, plan: BucketPlan, index: int, most: int) -> Bucket:
         groups = self.groups.of(plan.family)
@@ -252,6 +256,13 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                     yield
             finally:
                 self.reducer.in_backward = False
+
+    def backward(
+        self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
+        if self.reducer.launch_in_backward:
+            self._grad_dtypes.look_at(loss)
+        super().backward(loss, inputs=inputs, retain_graph=retain_graph)
 
     def _before_backward(self) -> None:
         if self.reducer.launch_in_backward or self.grad_state is not GradState.ACCUMULATING:

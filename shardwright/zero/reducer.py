@@ -214,11 +214,12 @@ class GradReducer:
                     window.open()
 
     def _let_scripts_hook_first(self, window: _Window) -> None:
-        """A script's hooks change gradients before they leave."""
+        """A script's hooks change gradients before they leave; what is summed so far, as by plain torch."""
         with without_torch_function():  # nobody is asked about hooks
             for bucket in window.buckets:
                 for slot in bucket.plan.slots:
-                    put_hook_last(slot.entry.param, self._hook_numbers[slot])
+                    if put_hook_last(slot.entry.param, self._hook_numbers[slot]) and self.keep_full:
+                        bucket.show_sum(slot)
 
     def open(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
         """For runtimes: gradients of one microbatch in `section` are about to come. What they complete leaves at once.
@@ -368,6 +369,7 @@ class GradReducer:
         with self._on_stream():
             for earlier in [flight for flight in self._flying if flight.bucket is bucket]:  # the microbatch before
                 self._settle(earlier)
+        bucket.complete()
         *first, last = range(len(self._pieces[bucket.index]))
         self._in_parts = bucket
         for number in first:

@@ -5,7 +5,7 @@ what the collectives of a layout need where it is not. Views and allocations are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,29 +19,32 @@ from shardwright.testing.operators import counted, more_than, per_layer
 NAME = "llama-causal-lm"
 SP: dict[str, Any] = {"enable_sequence_parallelism": True}
 
-# What a step of the plugin has beside that of a loop, whatever the model's depth.
+# What a step of the plugin has beside that of a loop.
 GUARDS = {
     # ids and labels are looked at on the host, before they travel (`plugins.data.input_limits`)
     "aminmax": 2,
     "eq": 1,
     "masked_fill": 1,
-    # one buffer holds all gradients
-    "zero_": 1,
+    # gradients are not set to zero: the first ones of 2 layers, and of 3 parameters around them, are copied
     "_foreach_zero_": -1,
+    "add_": -21,
+    "copy_": 21,
 }
-# The layers at size 1: nothing.
+# The first gradients of a step are copied, not added to zeros.
+FIRST = {"add_": -9, "copy_": 9}
+# The layers at size 1: nothing else.
 AT_SIZE_1: list[tuple[dict[str, Any], bool, dict[str, float]]] = [
-    ({}, False, {}),
-    ({}, True, {}),
-    ({"zero_stage": 1, "max_norm": 1.0}, False, {}),
-    ({"zero_stage": 2}, False, {"add_": -9}),  # the first gradients of a step are copied, not added to zeros
-    ({"precision": "bf16"}, False, {"_to_copy": 9}),  # autograd makes gradients fp32, which buffers add them up in
-    ({"precision": "bf16", "zero_stage": 2}, False, {"add_": -9}),  # copied as they are, all of a bucket at once
+    ({}, False, FIRST),
+    ({}, True, FIRST),
+    ({"zero_stage": 1, "max_norm": 1.0}, False, FIRST),
+    ({"zero_stage": 2}, False, {"add_": -9}),  # all of a bucket at once
+    ({"precision": "bf16"}, False, FIRST),  # to fp32 at the same time
+    ({"precision": "bf16", "zero_stage": 2}, False, {"add_": -9}),
 ]
 # What a layer has more on each of two ranks.
 ON_2_RANKS: list[tuple[dict[str, Any], dict[str, float]]] = [
-    ({}, {}),  # gradients are reduced in place, in buckets that do not know of layers
-    ({"zero_stage": 1}, {}),
+    ({}, FIRST),  # gradients are reduced in place, in buckets that do not know of layers
+    ({"zero_stage": 1}, FIRST),
     ({"zero_stage": 2}, {"add_": -9}),
     (
         {"zero_stage": 3},
@@ -58,17 +61,17 @@ ON_2_RANKS: list[tuple[dict[str, Any], dict[str, float]]] = [
     ),
     # Two sums in forward and two in backward, those of forward in copies of what somebody else may hold. One copy that
     # the loop makes falls away.
-    ({"tp_size": 2}, {"c10d.allreduce_": 4, "clone": 1}),
+    ({"tp_size": 2}, {**FIRST, "c10d.allreduce_": 4, "clone": 1}),
     (
         # Four gathers and four scatters: one copy each to put parts along tokens one after the other, and back.
         {"tp_size": 2, **SP, "sequence_parallelism_mode": "split_gather"},
-        {"c10d._allgather_base_": 4, "c10d._reduce_scatter_base_": 4, "clone": 7, "copy_": 4},
+        {"c10d._allgather_base_": 4, "c10d._reduce_scatter_base_": 4, "clone": 7, "copy_": 4 + 9, "add_": -9},
     ),
     (
         # Queries, keys, values and outputs are traded, there and back: one copy before each, one join behind it. Two
         # copies more where autograd hands transposed gradients on.
         {"sp_size": 2, **SP, "sequence_parallelism_mode": "all_to_all"},
-        {"c10d.alltoall_base_": 8, "clone": 10, "cat": 8},
+        {**FIRST, "c10d.alltoall_base_": 8, "clone": 10, "cat": 8},
     ),
 ]
 
@@ -158,10 +161,11 @@ def test_layers_have_what_their_collectives_need() -> None:
             assert more == expected, options
 
 
-OTHERS = ("gemma2", "opt-causal-lm", "vit-image-classification")
+# and how many parameters a layer has
+OTHERS = {"gemma2": 11, "opt-causal-lm": 16, "vit-image-classification": 16}
 
 
-def of_others(rank: int, world: int, cases: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, list[Any]]:
+def of_others(rank: int, world: int, cases: list[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
     """By model, what a layer has more than one of the loop, in each case."""
     found = {}
     for name in names:
@@ -173,7 +177,8 @@ def of_others(rank: int, world: int, cases: list[dict[str, Any]], names: tuple[s
 def test_nothing_is_added_to_layers_of_other_families() -> None:
     cases: list[dict[str, Any]] = [{}, {"num_microbatches": 2}, {"zero_stage": 1, "max_norm": 1.0}]
     [found] = run_ranks(of_others, 1, cases, OTHERS, timeout=120)
-    assert found == {name: [{}, {}, {}] for name in OTHERS}
+    first = {name: {"add_": -number, "copy_": number} for name, number in OTHERS.items()}
+    assert found == {name: [first[name]] * 3 for name in OTHERS}
 
 
 @pytest.mark.sweep

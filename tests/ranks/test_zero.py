@@ -11,9 +11,8 @@ from zero_cases import SAMPLES, Model, Plan, Trace, adafactor, batch, loss_of, r
 
 from shardwright.cluster.mesh import ParallelMesh
 from shardwright.comm.compat import post_accumulate_hooks
-from shardwright.precision.policy import PrecisionPolicy
 from shardwright.testing import run_ranks
-from shardwright.zero import bucket, layout
+from shardwright.zero import layout
 from shardwright.zero.optimizer import ZeroOptimizer
 from shardwright.zero.settings import ZeroSettings
 
@@ -182,22 +181,3 @@ def runtime_driven(rank: int, world_size: int) -> None:
 
 def test_runtimes_reduce_without_hooks() -> None:
     run_ranks(runtime_driven, 2, timeout=60)
-
-
-def without_grad_dtype(rank: int, world_size: int) -> None:
-    """torch 2.11 cannot give a bf16 parameter an fp32 gradient: hooks add each microbatch's to the fp32 buffer, with
-    the same result except where autograd itself adds up the uses of a tied weight, in bf16 then."""
-    mesh = ParallelMesh()
-    plan = Plan(accumulation=2, steps=1)
-    now = train(plan, mesh, rank, world_size, stage=1, explicit=True, precision=PrecisionPolicy("bf16"))
-    bucket.HAS_GRAD_DTYPE = False
-    then = train(plan, mesh, rank, world_size, stage=1, explicit=True, precision=PrecisionPolicy("bf16"))
-    for name, grad in now.grads[0].items():
-        if name == "embed.weight":
-            assert (then.grads[0][name] - grad).norm() < 2**-8 * grad.norm()
-        else:
-            assert torch.equal(then.grads[0][name], grad), name
-
-
-def test_gradients_accumulate_in_fp32_on_older_torch() -> None:
-    run_ranks(without_grad_dtype, 2, timeout=60)
