@@ -20,7 +20,6 @@ from .gpus import like_device
 from .machines import COMPUTED, GIB, Host, Machine, check_known
 from .machines import machine as _published
 from .operators import Operator
-from .rates import scaled
 
 FORMAT = 2
 _WORDS = "shardwright calibrate"
@@ -196,13 +195,13 @@ class CalibratedMachine(Machine):
             if kind in COMPUTED
         )
 
-    def starting(self, calls: Mapping[Operator, float], samples: float = 1.0, backward: bool = False) -> float:
+    def starting(self, calls: Mapping[Operator, float], backward: bool = False) -> float:
         """What the host takes for these operators; a GPU computes meanwhile."""
         host = self.calibration.host["backward" if backward else "forward"]
         taken = host * sum(count for call, count in calls.items() if call.kind in COMPUTED)
         if self.calibration.device["type"] == "cpu":
             return taken
-        return max(taken - self.computing(scaled(calls, samples)), 0.0)
+        return max(taken - self.computing(calls), 0.0)
 
     def sent(self, size: float, ranks: int, reach: int) -> float:
         if ranks < 2 or not size:

@@ -118,6 +118,7 @@ class Estimator:
     """Of one layout; `counts` are layers of every stage, where it is known how the model is cut."""
 
     def __init__(self, task: Task, rates: Rates, layout: Layout, counts: Sequence[int] | None = None) -> None:
+        assert rates.samples == layout.samples / layout.sp
         self._task, self._rates, self._layout = task, rates, layout
         self._given = counts
         self._exactly = False  # whether the stages are those that the cut makes
@@ -149,10 +150,10 @@ class Estimator:
         layer, layout = self._rates.layer, self._layout
         sent = [self._tensor(layer.sent, layer.calls), self._tensor(layer.sent_back, layer.calls_back) * _BEHIND]
         ring = self._sequence()
-        forward = self._samples(layer.forward) + layer.start + sent[0] + ring
-        backward = self._samples(layer.backward) + layer.start_back + sent[1] + ring + self._added(layer.parameters)
-        backward += layout.whole * forward + layout.selective * (self._samples(layer.cheap) + layer.start / 2)
-        return forward, backward, self._samples(layer.forward)
+        forward = layer.forward + layer.start + sent[0] + ring
+        backward = layer.backward + layer.start_back + sent[1] + ring + self._added(layer.parameters)
+        backward += layout.whole * forward + layout.selective * (layer.cheap + layer.start / 2)
+        return forward, backward, layer.forward
 
     @cached_property
     def _stalls(self) -> float:
@@ -177,17 +178,21 @@ class Estimator:
         return self._task.machine.sent(size * (ranks - 1) / ranks, ranks, self._task.world_size)
 
     def _added(self, parameters: float) -> float:
-        """Seconds of a backward in which gradients are added to those of earlier microbatches, a share of them."""
+        """Seconds of a backward for adding gradients to sums, beside copying them as those of a first microbatch are
+        (see `zero.bucket`). In pipelines autograd adds all of them, converted first, to what was set to zero.
+        """
         layout = self._layout
-        moved = round((8 + self._itemsize) * parameters)  # the sum there and back, and what is added to it
-        again = (layout.count - 1) / layout.count
-        return again * self._task.machine.computing({Operator("other", 0, moved): 1.0}) if moved and again else 0.0
+        moved = 4 * (layout.count - 1) / layout.count  # the sum is read, too
+        if layout.pp > 1:
+            moved = 4 + 4 / layout.count + (8 if self._task.half else 0)
+        size = round(moved * parameters)
+        return self._task.machine.computing({Operator("other", 0, size): 1.0}) if size else 0.0
 
     def _tensor(self, sent: float, calls: float) -> float:
         layout, machine = self._layout, self._task.machine
         if layout.tp == 1:
             return 0.0
-        sending = self._samples(sent) / (machine.inside * machine.sending)
+        sending = sent / (machine.inside * machine.sending)
         return sending + calls * max(machine.latency, machine.host.collective)
 
     def _sequence(self) -> float:
@@ -201,8 +206,8 @@ class Estimator:
         rest = self._rates.rest
         sent = [self._tensor(rest.sent, rest.calls), self._tensor(rest.sent_back, rest.calls_back)]
         return (
-            self._samples(rest.forward) + rest.start + sent[0],
-            self._samples(rest.backward) + rest.start_back + sent[1] + self._added(rest.parameters),
+            rest.forward + rest.start + sent[0],
+            rest.backward + rest.start_back + sent[1] + self._added(rest.parameters),
         )
 
     @cached_property
@@ -292,7 +297,7 @@ class Estimator:
         def tensor(sent: float, calls: float) -> float:
             if layout.tp == 1 or not calls:
                 return 0.0
-            small, own = (machine.busy(size, layout.tp) for size in (1, self._samples(sent) / calls))
+            small, own = (machine.busy(size, layout.tp) for size in (1, sent / calls))
             return calls * (max(own - small, 0.0) + max(machine.host.collective, small))
 
         found = self._rates.layers * (tensor(layer.sent, layer.calls) + tensor(layer.sent_back, layer.calls_back))
@@ -415,7 +420,7 @@ class Estimator:
         layer, layout = self._rates.layer, self._layout
         inputs = self._task.hidden / (layout.tp if self._rates.along else 1)
         none = 1 - layout.whole - layout.selective
-        return self._samples(layout.whole * inputs + layout.selective * SELECTIVE * layer.kept + none * layer.kept)
+        return layout.whole * self._samples(inputs) + (layout.selective * SELECTIVE + none) * layer.kept
 
     @cached_property
     def _transient(self) -> tuple[float, float]:
@@ -426,7 +431,7 @@ class Estimator:
         # a head's weight gradient that waits is summed where gradients are kept, not in room of its own
         summed = 4 * rest.parameters / 2 if STYLES[layout.style].splits and layout.pp > 1 else 0.0
         of_head = max(rest.forward_top, rest.backward_top - summed)
-        return self._samples(of_layers), self._samples(max(of_layers, of_head))
+        return of_layers, max(of_layers, of_head)
 
     @property
     def _at_table(self) -> float:
@@ -441,7 +446,7 @@ class Estimator:
         besides: float = _BUCKET if layout.dp * layout.sp > 1 and layout.zero >= 2 else 0.0
         layers, head = self._transient
         if layout.pp == 1:
-            held = self._rates.layers * self._kept + self._samples(self._rates.rest.kept)
+            held = self._rates.layers * self._kept + self._rates.rest.kept
             return self._static(self._parameters()) + max(held + head, self._at_table) + besides
         message = self._samples(self._task.hidden) / (layout.tp if self._rates.along else 1)
         besides += _MESSAGES * message
@@ -455,8 +460,8 @@ class Estimator:
             return ends + max(held + layers, others + self._at_table) + besides
         schedule, _ = self._schedule
         kept = [count * self._kept for count in self._counts]
-        kept[-1] += self._samples(self._rates.rest.kept)
-        waiting = [count * self._samples(self._rates.layer.kept) * 0.8 for count in self._counts]
+        kept[-1] += self._rates.rest.kept
+        waiting = [count * self._rates.layer.kept * 0.8 for count in self._counts]
         deferred = waiting if STYLES[layout.style].splits else None
         curves = memory_curves(self._run.run, kept, deferred)
         first, last = (schedule.placement.rank_of(stage) for stage in (0, self._stages - 1))

@@ -86,8 +86,8 @@ class Machine:
                 total += count * max(flops / (self.flops * rate), moved / (self.bandwidth * self.moving))
         return total
 
-    def starting(self, calls: Mapping[Operator, float], samples: float = 1.0, backward: bool = False) -> float:
-        """Seconds that starting them takes at least, beside `computing` for so many samples; here the same for all."""
+    def starting(self, calls: Mapping[Operator, float], backward: bool = False) -> float:
+        """Seconds that starting them takes at least, beside `computing`; here the same for all."""
         return self.kernel * sum(count for call, count in calls.items() if call.kind in COMPUTED)
 
     def plain(self) -> dict[str, Any]:

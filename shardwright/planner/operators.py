@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ..kernels.lazy_logits import LazyLogits
 from ..utils.pytree import TorchDispatchMode, tree_leaves
+
+_aten = torch.ops.aten
+_FREE = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten._unsafe_view.default,
+}
 
 
 class Operator(NamedTuple):
@@ -55,8 +65,8 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     if func.namespace != "aten":
         return None
     aliases = [each.alias_info for each in func._schema.returns]
-    if any(alias is not None and not alias.is_write for alias in aliases):
-        return None  # a view
+    if func in _FREE or any(alias is not None and not alias.is_write for alias in aliases):
+        return None  # a view, or room for what comes
     moved = _bytes((args, kwargs, result))
     if not moved:
         return None
@@ -73,7 +83,8 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
 
 
 def _bytes(tree: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors if not isinstance(leaf, LazyLogits))
 
 
 def _attention_flops(name: str, args: tuple[Any, ...]) -> int:

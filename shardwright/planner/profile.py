@@ -1,8 +1,11 @@
-"""What a layer of a model keeps, computes, moves and sends, and what lies before and behind the layers: one microbatch
-of one sample, forward and backward, replayed for few layers and for one more.
+"""What a layer of a model keeps, computes, moves and sends, and what lies before and behind the layers: microbatches of
+several sizes, forward and backward, replayed for few layers and for one more.
 
-    found = profile(Source(make_model, make_optimizer, batch), tensor_ranks=8)
-    found.layer, found.rest
+    found = profile(Source(make_model, make_optimizer, batch, precision, sizes=(1, 2)), tensor_ranks=8)
+    found.parts[1].layer, found.parts[1].rest        of a microbatch of one sample
+
+Not all of it grows with the samples: weight gradients have the size of the weights, and a head that computes its loss
+in chunks of tokens keeps one chunk of logits and a weight gradient where it kept all logits of a smaller microbatch.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,17 +36,20 @@ _ONE_BUCKET = 1e6  # megabytes: nothing is reduced here, and many buckets take l
 
 @dataclass(frozen=True)
 class Source:
-    """What is trained: see `replay.Job`; `batch` has one sample, `precision` is the plugin's."""
+    """What is trained: see `replay.Job`; `precision` is the plugin's. `sizes` are samples of microbatches, and `batch`
+    has as many as the largest.
+    """
 
     model: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], Optimizer]
     batch: Mapping[str, Any]
     precision: str
+    sizes: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of one microbatch of one sample, on one rank.
+    """Of one microbatch, on one rank.
 
     kept        bytes from forward to backward
     forward_top, backward_top   bytes that these need for a while, beyond what is kept
@@ -71,17 +77,24 @@ class Part:
         return min(forward, (forward + backward) / 3)
 
 
-@dataclass(frozen=True)
-class Profile:
+class Parts(NamedTuple):
     """layer   the mean over all layers
     rest    all else: embeddings, head, loss
+    """
+
+    layer: Part
+    rest: Part
+
+
+@dataclass(frozen=True)
+class Profile:
+    """parts   by samples of a microbatch, in ascending order
     layers  how many there are
     tensor_ranks    that share them
     along   whether sequences are split over these ranks between layers
     """
 
-    layer: Part
-    rest: Part
+    parts: Mapping[int, Parts]
     layers: int
     tensor_ranks: int
     along: bool
@@ -98,28 +111,49 @@ def profile(source: Source, tensor_ranks: int = 1, along: bool = True) -> Profil
     base = stage_of(whole, (0, 0), kinds, None)
     if not base.further:
         raise NotShorterError("the model has no equal layers to tell what one takes")
-    options: dict[str, Any] = {"tp_size": tensor_ranks, "precision": source.precision, "microbatch_size": 1}
+    options: dict[str, Any] = {"tp_size": tensor_ranks, "precision": source.precision, "num_microbatches": 1}
     options["ddp_bucket_cap_mb"] = _ONE_BUCKET
     along = along and tensor_ranks > 1
-    first = None
+    verdict, first = _Verdict(), None
     if along:
         split = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
         try:
-            first = _measure(source, {**options, **split}, tensor_ranks, frozenset(base.kept))
+            first = _measure(source, {**options, **split}, tensor_ranks, frozenset(base.kept), verdict)
             options |= split
         except ValueError:  # not every model's sequences can be split
-            along = False
+            along, verdict = False, _Verdict()
     if first is None:
-        first = _measure(source, options, tensor_ranks, frozenset(base.kept))
+        first = _measure(source, options, tensor_ranks, frozenset(base.kept), verdict)
     groups = []
     for group, number in enumerate(base.further):
         more = stage_of(whole, (0, 0), kinds, group)
         added = len(more.kept) - len(base.kept)  # layers of which what recurs consists
-        found = _measure(source, options, tensor_ranks, frozenset(more.kept))
-        groups.append((_difference(first, found, added), number * added))
-    layer = _mean(groups)
-    rest = _rest(first, layer, len(base.kept))
-    return Profile(layer, rest, len(units), tensor_ranks, along)
+        found = _measure(source, options, tensor_ranks, frozenset(more.kept), verdict)
+        groups.append((found, added, number * added))
+    parts = {}
+    for size in source.sizes:
+        one = first[size]
+        layer = _mean([(_difference(one, found[size], added), number) for found, added, number in groups])
+        parts[size] = Parts(layer, _rest(one, layer, len(base.kept)))
+    return Profile(parts, len(units), tensor_ranks, along)
+
+
+class _Verdict:
+    """What is found out about the loss of the first step, which holds for the others: they have more rows or layers."""
+
+    def __init__(self) -> None:
+        self._found: Any = None
+
+    def follow(self, executor: Any) -> None:
+        check = executor._check_loss
+
+        def check_once(step: Any) -> None:
+            if self._found is None:
+                check(step)
+                self._found = step.loss.checked
+            step.loss.checked = self._found
+
+        executor._check_loss = check_once
 
 
 @dataclass(frozen=True)
@@ -131,7 +165,11 @@ class _Measured:
     tensors: int
 
 
-def _measure(source: Source, options: Mapping[str, Any], ranks: int, kept: frozenset[int]) -> _Measured:
+def _measure(
+    source: Source, options: Mapping[str, Any], ranks: int, kept: frozenset[int], verdict: _Verdict
+) -> dict[int, _Measured]:
+    """By samples of a microbatch."""
+    found = {}
     with joined(0, ranks):
         plugin = HybridParallelPlugin(**options)
         segments, booster, operators = Segments(), Booster(plugin=plugin), Operators()
@@ -150,13 +188,20 @@ def _measure(source: Source, options: Mapping[str, Any], ranks: int, kept: froze
             model, optimizer, *_ = booster.boost(bare, source.optimizer(bare))
             del bare
             segments.follow(model.executor)
-            batch = first_rows(dict(source.batch), 1)
-            with operators, segments.step():
-                booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
-                begins("behind")
+            verdict.follow(model.executor)
             sizes = [param.numel() for param in model.parameters()]
-    by_name = {str(segment.name): segment for segment in segments.done}
-    return _Measured(by_name["0F0"], by_name["0B0"], operators.calls, sum(sizes), len(sizes))
+            for samples in source.sizes:
+                batch = first_rows(dict(source.batch), samples)
+                operators.calls = {}
+                segments.done.clear()
+                with operators, segments.step():
+                    booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
+                    begins("behind")
+                assert optimizer is not None
+                optimizer.zero_grad()
+                by_name = {str(segment.name): segment for segment in segments.done}
+                found[samples] = _Measured(by_name["0F0"], by_name["0B0"], operators.calls, sum(sizes), len(sizes))
+    return found
 
 
 def _total(amounts: Any) -> Any:
@@ -177,7 +222,7 @@ def _difference(one: _Measured, other: _Measured, layers: int) -> Part:
     return Part(
         of_layer,
         forward_top,
-        max(float(points[behind].max(initial=0.0)) - before, 0.0),
+        float(points[behind].max(initial=before)) - before,
         (other.parameters - one.parameters) / layers,
         _minus(other.calls["0F0"], one.calls["0F0"], layers),
         _minus(other.calls["0B0"], one.calls["0B0"], layers),

@@ -1,29 +1,30 @@
-"""What a microbatch of one sample costs on a machine, for any number of tensor-parallel ranks: part of it is shared by
-them and part is not, and two profiles tell how much of each.
+"""What a microbatch costs on a machine, for any number of samples and of tensor-parallel ranks: part of it is shared by
+these and part is not, and two profiles tell how much of each.
 
     amount(t) = a + b / t
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 from .machines import COMPUTED, Machine
 from .operators import Operator
-from .profile import Calls, Part, Profile
-
-_HEAD_PASSES = 10  # over its weights, in which a loss on a device keeps what it computes chunk by chunk
+from .profile import Calls, Part, Parts, Profile
 
 
 @dataclass(frozen=True)
 class PartCost:
-    """kept, forward_top, backward_top   bytes of a sample
+    """Of a microbatch.
+
+    kept, forward_top, backward_top   bytes
     parameters         elements
-    forward, backward  seconds of a sample
+    forward, backward  seconds
     cheap              of a forward without products and attention
-    start, start_back  seconds beside those, of a microbatch
-    sent, sent_back    bytes of a sample that each rank sends the others of its tensor-parallel group, and
+    start, start_back  seconds beside those
+    sent, sent_back    bytes that each rank sends the others of its tensor-parallel group, and
     calls, calls_back  in how many collectives
     flops              of a forward
     tensors            that the parameters are in
@@ -48,32 +49,46 @@ class PartCost:
 
 @dataclass(frozen=True)
 class Rates:
+    """Of microbatches of `samples`."""
+
     layer: PartCost
     rest: PartCost
     layers: int
     along: bool
+    samples: float
 
 
 def rates(few: Profile, many: Profile | None, machine: Machine, ranks: int, samples: float = 1.0) -> Rates:
-    """For `ranks` tensor-parallel ranks, from the profiles of few and of many; a sample as one of so many at a time."""
-    return Rates(
-        _part(few, many, machine, ranks, samples, lambda profile: profile.layer, capped=False),
-        _part(few, many, machine, ranks, samples, lambda profile: profile.rest, capped=True),
-        few.layers,
-        few.along and ranks > 1,
-    )
+    """For `ranks` tensor-parallel ranks, from the profiles of few and of many."""
+    layer, rest = (_part(few, many, machine, ranks, samples, index) for index in range(len(Parts._fields)))
+    return Rates(layer, rest, few.layers, few.along and ranks > 1, samples)
 
 
-def _part(
-    few: Profile,
-    many: Profile | None,
-    machine: Machine,
-    ranks: int,
-    samples: float,
-    of: Callable[[Profile], Part],
-    capped: bool,
+def _part(few: Profile, many: Profile | None, machine: Machine, ranks: int, samples: float, index: int) -> PartCost:
+    """Of a size that was not replayed: on the line through the two sizes that were and are nearest; through nothing
+    where there is but one.
+    """
+    both, sizes = (few, many or few), list(few.parts)
+    if samples in sizes:
+        return _replayed(few, many, machine, ranks, index, [each.parts[int(samples)][index] for each in both])
+    if len(sizes) == 1:
+        parts = [_grown(each.parts[sizes[0]][index], samples / sizes[0]) for each in both]
+        return _replayed(few, many, machine, ranks, index, parts)
+    above = min(max(bisect(sizes, samples), 1), len(sizes) - 1)
+    low, high = sizes[above - 1 : above + 1]
+    first, second = (_part(few, many, machine, ranks, size, index) for size in (low, high))
+    share = (samples - low) / (high - low)
+
+    def between(name: str) -> float:
+        return max((1 - share) * getattr(first, name) + share * getattr(second, name), 0.0)
+
+    return PartCost(*(between(each.name) for each in fields(PartCost)))
+
+
+def _replayed(
+    few: Profile, many: Profile | None, machine: Machine, ranks: int, index: int, parts: Sequence[Part]
 ) -> PartCost:
-    one, other = of(few), of(many or few)
+    one, other = parts
 
     def between(amount: Callable[[Part], float]) -> float:
         low, high = amount(one), amount(other)
@@ -82,18 +97,7 @@ def _part(
         shared = (low - high) / (1 / few.tensor_ranks - 1 / many.tensor_ranks)
         return max(low + shared * (1 / ranks - 1 / few.tensor_ranks), 0.0)
 
-    def seconds(calls: Callable[[Part], Calls]) -> float:
-        def of_part(part: Part) -> float:
-            found = calls(part)
-            whole = machine.computing(scaled(found, samples)) / samples
-            if not capped:
-                return whole
-            others = machine.computing(scaled(_others(found), samples)) / samples
-            most = _HEAD_PASSES * part.parameters * 4 / (machine.bandwidth * machine.moving)
-            return whole - others + min(others, most)
-
-        return between(of_part)
-
+    of_layer = index == 0
     wire = [_wire(calls(other), (many or few).tensor_ranks) for calls in (_forward, _backward)]
     share = (ranks - 1) / ranks
     count = [sum(n for call, n in calls(other).items() if call.kind not in COMPUTED) for calls in (_forward, _backward)]
@@ -102,11 +106,11 @@ def _part(
         between(lambda part: part.forward_top),
         between(lambda part: part.backward_top),
         between(lambda part: part.parameters),
-        seconds(_forward),
-        seconds(_backward),
-        0.0 if capped else between(lambda part: machine.computing(_others(part.forward))),
-        machine.around / 2 if capped else machine.starting(one.forward, samples),
-        machine.around / 2 if capped else machine.starting(one.backward, samples, backward=True),
+        between(lambda part: machine.computing(part.forward)),
+        between(lambda part: machine.computing(part.backward)),
+        between(lambda part: machine.computing(_others(part.forward))) if of_layer else 0.0,
+        machine.starting(one.forward) if of_layer else machine.around / 2,
+        machine.starting(one.backward, backward=True) if of_layer else machine.around / 2,
         share * wire[0],
         share * wire[1],
         count[0] if ranks > 1 else 0.0,
@@ -128,10 +132,19 @@ def _others(calls: Calls) -> Calls:
     return {call: count for call, count in calls.items() if call.kind == "other"}
 
 
-def scaled(calls: Calls, samples: float) -> Calls:
-    """The same operators on so many samples."""
-    if samples == 1.0:
-        return calls
+def _grown(part: Part, factor: float) -> Part:
+    """Of so many times the samples, as if all of it grew with them."""
+    return replace(
+        part,
+        kept=factor * part.kept,
+        forward_top=factor * part.forward_top,
+        backward_top=factor * part.backward_top,
+        forward=_scaled(part.forward, factor),
+        backward=_scaled(part.backward, factor),
+    )
+
+
+def _scaled(calls: Calls, samples: float) -> Calls:
     found: dict[Operator, float] = {}
     for (kind, flops, moved), count in calls.items():
         call = Operator(kind, round(flops * samples), round(moved * samples))

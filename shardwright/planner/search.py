@@ -34,6 +34,7 @@ _SIMULATED = 24  # of the best by formula
 _STYLES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb", 1), ("zbv", 2))
 _AGAIN = ((0.0, 0.0), (0.0, 1.0), (0.25, 0.0), (0.5, 0.0), (1.0, 0.0))
 _SAMPLES = (1, 2, 4, 8, 16)
+_REPLAYED = 16384  # tokens of the largest microbatch; heads compute more of them in equal chunks
 _LONG = 16384  # tokens from which sequences are worth sharing
 # of what devices hold, for what an allocator keeps beside tensors, and for the libraries
 _SPARE_SHARE, _SPARE = 0.05, 2 * 2**30
@@ -88,13 +89,14 @@ class Search:
         units = find_units(model)
         self._layers = len(units)
         self.along = False  # whether tensor-parallel ranks split sequences
-        batch = batch_of(model, 1, question.length)
+        sizes = tuple(size for size in _SAMPLES if size <= 2 or size * question.length <= _REPLAYED)
+        batch = batch_of(model, sizes[-1], question.length)
         if not any(_is_text(value, question.length) for value in batch.values()):
             raise ValueError(
                 f"batches of {type(model).__name__} hold {', '.join(batch)}, and no texts: the search counts tokens, "
                 "and would take samples to have as many as are asked for; shardwright plan --peak tells of one layout"
             )
-        source = Source(question.model, question.optimizer, batch, question.precision)
+        source = Source(question.model, question.optimizer, batch, question.precision, sizes)
         tensor = [ranks for ranks in _powers(min(MOST_TENSOR_RANKS, question.machine.per_node)) if self._splits(ranks)]
         tensor = [ranks for ranks in tensor if question.world_size % ranks == 0]
         gc.collect()

@@ -24,7 +24,6 @@ from ..pipeline.schedules import Schedule
 from ..pipeline.timeline import MeasuredSpan, Timeline
 from ..plugins import HybridParallelPlugin
 from ..utils.device import planning_for
-from .batches import first_rows
 from .estimate import Estimator, Layout, Task
 from .machines import Machine
 from .profile import Profile, Source, profile
@@ -151,12 +150,12 @@ def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine, foun
     along = shape.plugin.settings.sequence_mode in ("split_gather", "ring")
     if found is None:
         with planning_for(machine.device):
-            source = Source(job.model, job.optimizer, first_rows(dict(job.batch), 1), precision)
+            source = Source(job.model, job.optimizer, job.batch, precision, (layout.samples,))
             found = profile(source, layout.tp, along)
     own = rates(found, None, machine, layout.tp, layout.samples / layout.sp)
     model = job.model()
     half = precision != "fp32"
-    flops = 3 * layout.tp * (own.layers * own.layer.flops + own.rest.flops)
+    flops = 3 * layout.tp * (own.layers * own.layer.flops + own.rest.flops) / own.samples
     hidden = (hidden_size(model) or 0) * _length(job.batch) * (2 if half else 4)
     states, step = optimizer_costs(job.optimizer(model))
     task = Task(machine, hidden, half, states, flops, world_size, step)

@@ -24,7 +24,7 @@ from shardwright.planner.machines import GIB
 from shardwright.planner.measure_layouts import layouts
 from shardwright.planner.measure_links import links
 from shardwright.planner.operators import Operator
-from shardwright.planner.profile import Part, Profile
+from shardwright.planner.profile import Part, Parts, Profile
 from shardwright.planner.rates import rates
 from shardwright.testing import run_ranks
 
@@ -164,7 +164,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 PART = Part(GIB / 64, GIB / 512, GIB / 256, 1e6, {Operator("product", 2**26, 2**20): 1.0}, {})
-PROFILE = Profile(PART, Part(0.0, 0.0, 0.0, 1e6, {}, {}), 8, 1, False)
+PROFILE = Profile({1: Parts(PART, Part(0.0, 0.0, 0.0, 1e6, {}, {}))}, 8, 1, False)
 
 
 def test_ranks_share_the_cores() -> None:
@@ -177,7 +177,7 @@ def test_ranks_share_the_cores() -> None:
     assert parts["host"] == 3e-3
     others = sum(parts.values()) - parts["sharing cores"]
     assert sum(parts.values()) == pytest.approx(max((work + 8 * 3e-3) / 2, others))
-    added = 3 * 9 * 12e6 / 1e9  # gradients to those of the microbatches before
+    added = 3 * 9 * 4e6 / 1e9  # sums of gradients, which are read, too
     assert parts["computing"] == pytest.approx(4 * 8 * (2**26 / 10e9 + 1e-5) + 4 * 2e-3 + added, rel=1e-3)
 
 
@@ -187,7 +187,7 @@ def test_ranks_cost_what_being_one_of_several_costs() -> None:
     plain = made(collectives={"all_reduce": [Point(2, 0, size, 1e-3, 4e-4) for size in (2**10, 2**20)]})
     known = replace(plain, host={**plain.host, **costs, "action": 1e-2})
     part = replace(PART, tensors=9.0, forward={**PART.forward, Operator("allgather_base", 0, 2**12): 2.0})
-    profile = replace(PROFILE, layer=part, tensor_ranks=2)
+    profile = replace(PROFILE, parts={1: Parts(part, PROFILE.parts[1].rest)}, tensor_ranks=2)
 
     def of(calibration: Calibration, layout: Layout) -> Any:
         machine = calibrated(calibration, "fp32", world_size=2)

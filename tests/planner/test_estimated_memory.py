@@ -10,7 +10,7 @@ import torch
 from shardwright.cli.plan import _lazy, _load
 from shardwright.planner.estimate import Estimate, Estimator, Layout, Task
 from shardwright.planner.machines import machine
-from shardwright.planner.profile import Part, Profile
+from shardwright.planner.profile import Part, Parts, Profile
 from shardwright.planner.rates import rates
 from shardwright.planner.remade import remade
 from shardwright.planner.search import Question
@@ -18,7 +18,8 @@ from shardwright.planner.stages import Ends
 from shardwright.testing.estimates import compare
 
 LAYER, TABLE = 1e8, 5e8
-PROFILE = Profile(Part(1e9, 0.0, 2e8, LAYER, {}, {}), Part(0.0, 0.0, 1e8, 2 * TABLE, {}, {}), 16, 1, False)
+PARTS = Parts(Part(1e9, 0.0, 2e8, LAYER, {}, {}), Part(0.0, 0.0, 1e8, 2 * TABLE, {}, {}))
+PROFILE = Profile({1: PARTS}, 16, 1, False)
 
 
 def estimated(**changes: Any) -> Estimate:
@@ -28,7 +29,7 @@ def estimated(**changes: Any) -> Estimate:
     )
     device = machine("h100")
     task = Task(device, 4e6, True, 2, 1.0, 2, ends=Ends(0.1, 2.0, 0.1), table=TABLE)
-    return Estimator(task, rates(PROFILE, None, device, 1), layout).estimate(simulated=True)
+    return Estimator(task, rates(PROFILE, None, device, 1, layout.samples / layout.sp), layout).estimate(simulated=True)
 
 
 def test_recomputing_ranks_are_fullest_where_the_gradient_of_the_table_is() -> None:

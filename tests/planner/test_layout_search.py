@@ -16,7 +16,7 @@ from shardwright.planner.answer import config_of, plugin_arguments
 from shardwright.planner.estimate import Estimate, Estimator, Layout, Task
 from shardwright.planner.machines import machine
 from shardwright.planner.operators import Operator
-from shardwright.planner.profile import Part, Profile
+from shardwright.planner.profile import Part, Parts, Profile
 from shardwright.planner.rates import rates
 from shardwright.planner.shorter import NotShorterError
 from shardwright.plugins import HybridParallelPlugin
@@ -26,14 +26,14 @@ GIB = 2**30
 PRODUCT = {Operator("product", 10**12, 10**6): 1.0}
 LAYER = Part(GIB, GIB / 8, GIB / 4, 1e8, PRODUCT, {Operator("product", 2 * 10**12, 10**6): 1.0})
 REST = Part(0.0, 0.0, GIB, 2e8, {}, {})
-PROFILE = Profile(LAYER, REST, 16, 1, False)
+PROFILE = Profile({1: Parts(LAYER, REST)}, 16, 1, False)
 DEVICE = machine("a100-80")
 
 
 def estimated(hidden: float = GIB / 32, **changes: Any) -> Estimate:
     layout = Layout(**{"tp": 1, "pp": 1, "sp": 1, "dp": 4, "zero": 1, "style": "1f1b", "chunks": 1, **changes})
     task = Task(DEVICE, hidden, True, 2, 48e12, layout.pp * layout.dp)
-    return Estimator(task, rates(PROFILE, None, DEVICE, 1), layout).estimate(simulated=True)
+    return Estimator(task, rates(PROFILE, None, DEVICE, 1, layout.samples / layout.sp), layout).estimate(simulated=True)
 
 
 def test_estimates_are_what_arithmetic_says() -> None:
@@ -42,7 +42,7 @@ def test_estimates_are_what_arithmetic_says() -> None:
     static = (2 + 4) * parameters + (4 + 8) * parameters / 4
     assert alone.memory == pytest.approx(static + kept + GIB)
     computed = 8 * 16 * 3e12 / (312e12 * DEVICE.product)
-    added = 7 * (8 + 2) * parameters / (DEVICE.bandwidth * DEVICE.moving)  # gradients to those before, in fp32
+    added = 7 * 4 * parameters / (DEVICE.bandwidth * DEVICE.moving)  # sums of gradients, which are read
     assert alone.parts["computing"] == pytest.approx(computed + added, rel=1e-3)
     for count in (8, 80):
         piped = estimated(0.0, pp=4, dp=1, zero=0, samples=1, count=count)

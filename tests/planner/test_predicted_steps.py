@@ -13,7 +13,7 @@ from shardwright.kernels.linear_cross_entropy import tokens_at_a_time
 from shardwright.planner.estimate import Estimate, Estimator, Layout, Task, data_rounds
 from shardwright.planner.machines import machine
 from shardwright.planner.operators import Operator
-from shardwright.planner.profile import Part, Profile
+from shardwright.planner.profile import Part, Parts, Profile
 from shardwright.planner.rates import rates
 from shardwright.planner.remade import remade
 from shardwright.planner.search import Question, Search
@@ -31,8 +31,8 @@ DEVICE = machine("a100-80")
 
 def estimated(rest: Part, world_size: int, step: StepCost | None = None, **changes: Any) -> Estimate:
     layout = Layout(**{"tp": 1, "pp": 1, "sp": 1, "dp": 1, "zero": 0, "style": "1f1b", "chunks": 1, **changes})
-    found = rates(Profile(LAYER, rest, 16, 1, False), None, DEVICE, 1)
-    flops = 3 * (found.layers * found.layer.flops + found.rest.flops)
+    found = rates(Profile({1: Parts(LAYER, rest)}, 16, 1, False), None, DEVICE, 1, layout.samples / layout.sp)
+    flops = 3 * (found.layers * found.layer.flops + found.rest.flops) / found.samples
     task = Task(DEVICE, 1e6, True, 2, flops, world_size, *([] if step is None else [step]))
     return Estimator(task, found, layout).estimate(simulated=True)
 
