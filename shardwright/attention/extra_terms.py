@@ -71,6 +71,16 @@ def sdpa_with_sinks(
     return out[..., :width]
 
 
+def hidden_wholly(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask that is added to scores with -inf in the place of the least number, for a fused kernel. Of a row that sees
+    no key the kernel keeps the logarithm of a sum that is lost beside that number, so that its backward takes every
+    weight for 1; a row of -inf is zeros, and its gradient too.
+    """
+    if mask is None or not mask.is_floating_point():
+        return mask
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+
+
 def with_alibi(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, alibi: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,7 +99,7 @@ def sdpa_with_alibi(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Attention with a term per key and head, `alibi` [B, H, T]. [B, H, S, D] -> [B, H, S, Dv]."""
-    width = value.shape[-1]
+    width, mask = value.shape[-1], hidden_wholly(attention_mask)
     query, key, value = with_alibi(query, key, value, alibi, scale)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
     return out[..., :width]

@@ -280,13 +280,14 @@ class _Grads(NamedTuple):
         dw = self.weight
         assert dw is not None
         same = dw.dtype == dz.dtype
+        widens = dz.is_cuda and dw.dtype == torch.float32  # cuBLAS does from half precision, and not to fp64
         if same and is_first:
             torch.mm(dz, x, out=dw)
         elif same:
             dw.addmm_(dz, x)
-        elif dz.is_cuda and is_first:
+        elif widens and is_first:
             torch.mm(dz, x, out_dtype=dw.dtype, out=dw)
-        elif dz.is_cuda:
+        elif widens:
             torch.addmm(dw, dz, x, out_dtype=dw.dtype, out=dw)
         elif is_first:
             dw.copy_(dz.mm(x))

@@ -26,10 +26,10 @@ class PrecisionPolicy:
     bf16    floating-point parameters work in bf16
     fp16    floating-point parameters work in fp16, with a scaled loss
 
-    Modules that a transformers model names in `_keep_in_fp32_modules_strict` stay in fp32, in fp16 also those of
-    `_keep_in_fp32_modules`, whose numbers leave its range (as transformers itself loads them); and so do batch norms,
-    whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow the parameters;
-    non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in.
+    Modules, parameters and buffers that a transformers model names in `_keep_in_fp32_modules_strict` stay in fp32, in
+    fp16 also those of `_keep_in_fp32_modules`, whose numbers leave its range (as transformers itself loads them); and
+    so do batch norms, whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow the
+    parameters; non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in.
     """
 
     def __init__(self, precision: str) -> None:
@@ -63,9 +63,9 @@ class PrecisionPolicy:
         """Bring persistent floating-point buffers to the dtype of the parameters beside them."""
         kept = _kept_in_fp32(model, self.dtype)
         for prefix, module in model.named_modules():
-            keep = isinstance(module, BATCH_NORMS) or bool(kept and kept.search(prefix))
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
+                    keep = _stays(kept, module, prefix, name)
                     module._buffers[name] = buffer.to(self._dtype_of(buffer, keep))
 
     def cast_inputs(self, tree: T) -> T:
@@ -96,5 +96,12 @@ def _with_kept(model: nn.Module, kept: re.Pattern[str] | None) -> Iterator[tuple
         for name, param in module.named_parameters(recurse=False):
             if id(param) not in seen:
                 seen.add(id(param))
-                full = f"{prefix}.{name}" if prefix else name
-                yield param, isinstance(module, BATCH_NORMS) or bool(kept and kept.search(full))
+                yield param, _stays(kept, module, prefix, name)
+
+
+def _stays(kept: re.Pattern[str] | None, module: nn.Module, prefix: str, name: str) -> bool:
+    """Whether the tensor `name` of `module` stays in fp32: models name modules, and parameters and buffers (a router's
+    e_score_correction_bias) by themselves.
+    """
+    full = f"{prefix}.{name}" if prefix else name
+    return isinstance(module, BATCH_NORMS) or bool(kept and kept.search(full))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..attention.extra_terms import sdpa_with_alibi
+from ..attention.extra_terms import hidden_wholly, sdpa_with_alibi
 from .layer.parallel_module import native_class, with_methods
 
 
@@ -87,7 +87,9 @@ def _sdpa(
 ) -> torch.Tensor:
     dropout = module.attn_dropout.p if module.training else 0.0
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=hidden_wholly(mask), dropout_p=dropout, scale=scale
+    )
 
 
 # Class -> methods; without any where the class itself asks whether its config says "sdpa".

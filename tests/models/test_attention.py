@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
     BartConfig,
@@ -143,6 +144,20 @@ def test_weights_of_attention_are_there_when_asked_for(name: str) -> None:
         assert (outputs.attentions is None) == (not asked)
         if asked:
             torch.testing.assert_close(outputs.attentions, expected.attentions)
+
+
+@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "bloom"])
+def test_rows_that_see_nothing_have_gradients_of_zero(name: str) -> None:
+    """The last token of padding on the left is asked for the first word. Fused kernels, which have no weights of a row
+    whose scores are all the least number, and torch's plain products are one.
+    """
+    model = build(name)
+    use_attention(model, pick_attention(model, options("sdpa")))
+    batch = ragged(model, left=True)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = gradients(copy.deepcopy(model), batch)
+    torch.testing.assert_close(gradients(model, batch), expected, atol=1e-5, rtol=1e-5)
 
 
 def train(rank: int, world_size: int) -> list[str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.kernels.linear_cross_entropy import chunk_for, linear_cross_entropy, tokens_at_a_time
+from shardwright.kernels.linear_cross_entropy import _Grads, chunk_for, linear_cross_entropy, tokens_at_a_time
 from shardwright.kernels.logit_steps import Step
 from shardwright.ops.vocab_shard import VocabShard
 from shardwright.testing import run_ranks
@@ -111,6 +111,22 @@ def test_a_cast_that_rows_do_anyway_is_spared() -> None:
         for loss in losses[1:]:
             assert torch.equal(loss, losses[0])
             assert all(map(torch.equal, torch.autograd.grad(loss, params), expected))
+
+
+class OnGpu(Tensor):
+    """Goes the way of a GPU's tensors, on a CPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_of_logits_in_fp64_are_summed_in_it(dtype: torch.dtype) -> None:
+    """Where a criterion casts them: CUDA's products write half precision to fp32 alone."""
+    dz, x = (torch.randn(4, 4).to(dtype).as_subclass(OnGpu) for _ in range(2))
+    total = torch.empty(4, 4, dtype=torch.float64)
+    for is_first, times in ((True, 1), (False, 2)):
+        _Grads(None, total, None)._add_product(dz, x, is_first)
+        assert torch.equal(total, times * dz.mm(x).double().as_subclass(Tensor))
 
 
 def test_chunks_on_a_gpu_are_worth_the_sum_of_their_weight_gradients() -> None:

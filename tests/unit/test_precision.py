@@ -102,6 +102,27 @@ def test_inputs_are_cast_where_they_are_floats() -> None:
     assert PrecisionPolicy("fp32").cast_inputs(batch) is batch
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_buffers_that_a_model_names_stay_in_fp32(precision: str) -> None:
+    """As the bias that corrects which experts DeepSeek-V3 chooses, whose steps bf16 would round away."""
+
+    class Router(nn.Module):
+        _keep_in_fp32_modules_strict = ["correction"]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("correction", torch.linspace(1, 1.001, 8))
+            self.register_buffer("other_correction", torch.ones(8))
+
+    model = nn.Sequential(Router())
+    outer, inner = PrecisionPolicy(precision), Router()
+    outer.cast_buffers(model)
+    outer.cast_buffers(inner)
+    assert torch.equal(model[0].correction, torch.linspace(1, 1.001, 8))
+    assert inner.correction.dtype == torch.float32
+    assert model[0].other_correction.dtype == inner.other_correction.dtype == outer.dtype
+
+
 @pytest.mark.parametrize(
     ("cls", "plain"), [(HybridAdam, torch.optim.AdamW), (CPUAdam, torch.optim.AdamW), (FusedAdam, torch.optim.AdamW)]
 )
