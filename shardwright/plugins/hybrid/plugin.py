@@ -39,7 +39,7 @@ from ...shardformer.rng import PlacedNumbers, uses_dropout
 from ...shardformer.sharder import ModelSharder
 from ...spec import EXPERT_AXES, ParamSpec, get_spec, set_spec
 from ...utils.argument_types import check_arguments
-from ...utils.device import get_current_device
+from ...utils.device import chosen_as_for, get_current_device
 from ...zero.lay_out import lay_out
 from ...zero.layout import BUCKET_SIZE_IN_M
 from ...zero.optimizer import ZeroOptimizer
@@ -389,7 +389,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if self.mesh.rank == 0:
             for warning in layout.warnings:
                 warn_once(warning)
-            if self.settings.pipeline.offload_activations and get_current_device().type == "cpu":
+            if self.settings.pipeline.offload_activations and chosen_as_for(get_current_device()) == "cpu":
                 warn_once(
                     "offload_activations: what a CPU computes is in host memory anyway, so that it is copied and "
                     "nothing is saved"
