@@ -46,6 +46,7 @@ from ...zero.optimizer import ZeroOptimizer
 from ...zero.unit_gatherer import UnitGatherer
 from ..agreement import agree_on_arguments
 from ..base import mesh_position, require_process_group
+from ..data.input_limits import InputLimits
 from ..fp8 import check_fp8, check_fp8_model, convert_where_wanted, follow_history, fp8_said
 from ..settings import HybridSettings
 from ..shared_buffers import SharedBuffers, share_all
@@ -352,6 +353,8 @@ class HybridParallelPlugin(ZeroPlugin):
         batch_size, sequence_length     of one data-parallel rank, for what depends on them
         """
         batch = BatchShape(batch_size, sequence_length)
+        if sequence_length is not None:
+            InputLimits(model).check_length(sequence_length)
         self._sequences = probe_sequences(self.settings, model)
         return self._preflight(model, optimizer, self._sharder(model), batch).layout
 
