@@ -74,14 +74,18 @@ class Scaled(nn.Module):
 def test_parameters_of_a_single_number_have_no_memory_either() -> None:
     with LazyInitContext():
         model = Scaled()
+    weights = LazyWeights.of(model)
+    assert weights is not None
     with Fakes():
-        assert LazyWeights.of(model).materialize(model) == 1
+        assert weights.materialize(model) == 1
         assert is_fake(model.scale)
         assert model.scale.shape == ()
         model.scale.data = torch.empty(3)[1].view(())  # as buckets do
         model.scale.grad = torch.empty(3)[1].view(())
     with LazyInitContext():
         model = Scaled()
-    LazyWeights.of(model).materialize(model)
+    weights = LazyWeights.of(model)
+    assert weights is not None
+    weights.materialize(model)
     assert model.scale.shape == ()
     assert model.scale.item() == 2.5

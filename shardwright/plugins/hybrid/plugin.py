@@ -39,7 +39,7 @@ from ...shardformer.rng import PlacedNumbers, uses_dropout
 from ...shardformer.sharder import ModelSharder
 from ...spec import EXPERT_AXES, ParamSpec, get_spec, set_spec
 from ...utils.argument_types import check_arguments
-from ...utils.device import chosen_as_for, get_current_device
+from ...utils.device import chosen_as_for, get_current_device, move_model
 from ...zero.lay_out import lay_out
 from ...zero.layout import BUCKET_SIZE_IN_M
 from ...zero.optimizer import ZeroOptimizer
@@ -426,7 +426,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if self.zero_stage < 3:  # else unit by unit
             if making is not None:
                 making.make(list(model.parameters()))
-            model.to(get_current_device())
+            move_model(model, get_current_device())
         if groups is not None:
             groups.rebind(model)
         copies = [] if cut.loss_check is None else [cut.loss_check.model]
