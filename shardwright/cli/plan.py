@@ -242,7 +242,15 @@ def _load_form(args: argparse.Namespace) -> dict[str, Any]:
     """The dict form that `--config` names."""
     from ..cluster.config import load_config
 
-    return load_config(args.config)
+    try:
+        return load_config(args.config)
+    except ValueError:
+        raise
+    except Exception as error:  # of the user's own file
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"--config {args.config} is no Python that runs ({said}); it is to hold parallel = dict(...)"
+        ) from error
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

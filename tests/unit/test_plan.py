@@ -127,6 +127,17 @@ def test_config_files_that_say_nonsense_are_named_in_one_line(
     assert word in said[-1]
 
 
+@pytest.mark.parametrize("code", ["parallel = dict(", "parallel = dict(tensor=1 / 0)"])
+def test_files_of_a_layout_that_do_not_run_are_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, code: str
+) -> None:
+    file = tmp_path / "layout.py"
+    file.write_text(code)
+    with pytest.raises(SystemExit):
+        plan(capsys, f"--model llama-tiny --world-size 1 --config {file}")
+    assert f"--config {file} is no Python that runs (" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_jobs_of_more_ranks_than_there_are_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         plan(capsys, "--model llama-tiny --world-size 1000000000")
