@@ -4,7 +4,7 @@ code that runs on the cluster, on tensors without memory (`fakes`), and counted 
     peaks = replay(Job(make_plugin, make_model, make_optimizer, batch), world_size)
 
 Exact but for what a device's kernels keep beside tensors, what its allocator keeps beside memory in use, and what
-depends on data (which expert a token goes to). One rank stands for all with its place in the pipeline.
+depends on data (experts are taken to be chosen alike). One rank stands for all with its place in the pipeline.
 """
 
 from __future__ import annotations
