@@ -25,6 +25,8 @@ HELP = "check a layout against a model and show stages, bytes, schedule and coll
 
 # torch, transformers and what imports them are imported in functions, so that `--help` answers at once.
 
+_MOST_RANKS = 2**20
+
 # Options that are arguments of HybridParallelPlugin, by type; their defaults are the plugin's.
 _WHOLE = (
     "tp_size",
@@ -240,7 +242,15 @@ def _load_form(args: argparse.Namespace) -> dict[str, Any]:
     """The dict form that `--config` names."""
     from ..cluster.config import load_config
 
-    return load_config(args.config)
+    try:
+        return load_config(args.config)
+    except ValueError:
+        raise
+    except Exception as error:  # of the user's own file
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"--config {args.config} is no Python that runs ({said}); it is to hold parallel = dict(...)"
+        ) from error
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -251,6 +261,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
     ):
         if value is not None and value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
+    if args.world_size > _MOST_RANKS:
+        raise ValueError(
+            f"--world-size {args.world_size} must be at most {_MOST_RANKS}: every rank has a place in memory"
+        )
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -302,19 +316,27 @@ def _replay(
     args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any], layout: Any
 ) -> tuple[list[Any], str, str]:
     """The `Peak` of every pipeline rank, a word on how they were found, and the page where one is asked for."""
-    from ..planner.batches import batch_of
+    from ..planner.batches import batch_of, takes_tokens
     from ..planner.peaks import peaks
     from ..planner.replay import Job
     from ..plugins import HybridParallelPlugin
 
+    option = "--html" if args.html else "--peak"
     if args.batch_size is None or args.optimizer == "none":
-        option = "--html" if args.html else "--peak"
         raise ValueError(f"{option} replays a training step: it needs --batch-size, and an --optimizer")
+    model = _lazy(config)
+    if takes_tokens(model) != (args.seq_len is not None):
+        name = type(model).__name__
+        raise ValueError(
+            f"{option} replays a training step: for {name} it needs --seq-len, tokens of a sample"
+            if args.seq_len is None
+            else f"--seq-len {args.seq_len}: {name} is trained on batches without texts; leave it out"
+        )
     job = Job(
         lambda **changes: HybridParallelPlugin.from_config(form, **{**given, **changes}),
         lambda: _lazy(config),
         lambda model: _optimizer(args.optimizer, model),
-        batch_of(_lazy(config), args.batch_size, args.seq_len),
+        batch_of(model, args.batch_size, args.seq_len),
     )
     if args.html is None:
         found = peaks(job, args.world_size)
@@ -337,6 +359,7 @@ def _lazy(config: Any) -> Any:
 
 def _load(name: str) -> Any:
     """The transformers config that `--model` names."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     from ..utils.errors import nearest
@@ -348,8 +371,9 @@ def _load(name: str) -> Any:
             raise ValueError(f"--model {name} holds no config.json")
         try:
             return AutoConfig.from_pretrained(file)
-        except (OSError, KeyError, ValueError) as error:
-            raise ValueError(f"--model {file} is no config that this transformers knows: {error}") from error
+        except (OSError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+            said = " ".join(str(error).split("\n\n")[0].split())
+            raise ValueError(f"--model {file} is no config that this transformers knows: {said}") from error
     if name not in PRESETS:
         raise ValueError(
             f"there is no model {name!r}: neither a path nor one of {', '.join(PRESETS)}{nearest(name, PRESETS)}"

@@ -157,7 +157,8 @@ class LazyWeights:
         digest = hashlib.blake2b(f"{notes.seed}:{name}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
         if spec.dim is None:
-            return notes.make(seed, torch.empty(notes.shape, dtype=notes.dtype))
+            # of a single number as of one element: a replay keeps no memory for elements, and looks at numbers
+            return notes.make(seed, torch.empty(notes.shape or (1,), dtype=notes.dtype).view(notes.shape))
         return spec.shard(notes.make(seed, self._full(notes)), coordinate)
 
     def _full(self, notes: Notes) -> Tensor:

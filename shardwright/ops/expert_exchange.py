@@ -15,6 +15,8 @@ travel. Counts are traded on the device and then read, both at once: the one tim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
+from math import comb
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..comm import compat, turns
+from ..utils.torch_names import FakeTensor
 from .keeping import keep_result
 
 NUMBER = 4  # bytes in which an expert's number travels
@@ -71,9 +74,23 @@ def find_routes(index: Tensor, num_experts: int, group: dist.ProcessGroup) -> Ro
     counts = torch.stack([goes.sum(1), choices.sum(0)], 1)  # tokens and choices
     coming = torch.empty_like(counts)
     turns.run(compat.all_to_all_single, coming, counts, group=group)
-    (sent, _), (received, chosen) = torch.stack([counts.t(), coming.t()]).tolist()  # see [Note: one read]
+    if isinstance(index, FakeTensor):
+        sent, arriving = _if_chosen_alike(index.shape, num_experts, ranks)
+        received = sent
+    else:
+        (sent, _), (received, chosen) = torch.stack([counts.t(), coming.t()]).tolist()  # see [Note: one read]
+        arriving = sum(chosen)
     tokens = _places(goes, sum(sent)) % max(len(index), 1)
-    return Routes(tokens, sent, received, sum(chosen), group.rank() * here, here, group)
+    return Routes(tokens, sent, received, arriving, group.rank() * here, here, group)
+
+
+def _if_chosen_alike(shape: Sequence[int], experts: int, ranks: int) -> tuple[list[int], int]:
+    """Tokens to every rank, and choices that arrive on each, where `shape` [T, K] are choices of a plan, which nobody
+    has made: every one is as likely as any other.
+    """
+    tokens, choices = shape
+    elsewhere = Fraction(comb(experts - experts // ranks, choices), comb(experts, choices))
+    return [round(tokens * (1 - elsewhere))] * ranks, tokens * choices
 
 
 def send_tokens(x: Tensor, index: Tensor, weights: Tensor, routes: Routes) -> Arrived:

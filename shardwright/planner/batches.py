@@ -20,6 +20,16 @@ def batch_of(model: nn.Module, samples: int, length: int | None) -> dict[str, An
     return {key: _resized(value, samples, length) for key, value in example.items()}
 
 
+def takes_tokens(model: nn.Module) -> bool:
+    """Whether its batches hold texts, of some length."""
+    values = next(training_batches(model)).values()
+    return any(_is_text(value) for value in values if isinstance(value, torch.Tensor))
+
+
+def _is_text(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() and _LENGTH in value.shape[1:]
+
+
 def _resized(value: Any, samples: int, length: int | None) -> Any:
     """Rows and tokens of an example, again and again."""
     if not isinstance(value, torch.Tensor) or not value.dim():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.lazy_logits import LazyLogits
 from ..utils.pytree import TorchDispatchMode
+from ..utils.streams import makes_host_memory
 from .fakes import has_memory
 
 _DEVICE = torch.ops.prim.device.default
@@ -34,14 +35,15 @@ class Point(NamedTuple):
 class _Met:
     """A memory that was met.
 
-    size    bytes when it was looked at last; it may be emptied and filled
-    label   where it was met first
+    size     bytes when it was looked at last; it may be emptied and filled
+    label    where it was met first
+    on_host  whether it is host memory that does not count
     """
 
-    __slots__ = ("label", "reference", "size")
+    __slots__ = ("label", "on_host", "reference", "size")
 
-    def __init__(self, reference: StorageWeakRef, size: int, label: Hashable) -> None:
-        self.reference, self.size, self.label = reference, size, label
+    def __init__(self, reference: StorageWeakRef, size: int, label: Hashable, on_host: bool) -> None:
+        self.reference, self.size, self.label, self.on_host = reference, size, label, on_host
 
     def now(self) -> int | None:
         """Bytes; None where it is gone."""
@@ -54,6 +56,7 @@ class LiveBytes(TorchDispatchMode):
     """Every memory that an operator of this block was given or has returned, and that is still there.
 
     given      whether memory counts that operators were given and have not made here
+    host       whether host memory counts: what `host_memory` has made, and operators from it alone
     looked_at  bytes of a new memory that make it worth while to look whether there have never been more
     label      called for new memory, where it is wanted what holds the most
     most       bytes, since it was set last
@@ -68,9 +71,11 @@ class LiveBytes(TorchDispatchMode):
         given: bool = True,
         label: Callable[[], Hashable] | None = None,
         moment: Callable[[], str] | None = None,
+        host: bool = True,
     ) -> None:
         super().__init__()
         self._given = given
+        self._host = host
         self._label = label
         self._moment = moment
         self._met: dict[int, _Met] = {}
@@ -88,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
         if func is _DEVICE:
             return result
         before = self._bound
-        large = self._look(result)
+        large = self._look(result, made_of=(args, kwargs or {}))
         if self._given:
             large |= self._look(args)
             if kwargs:
@@ -106,31 +111,51 @@ class LiveBytes(TorchDispatchMode):
                     self.during = self._moment()
         return result
 
-    def _look(self, tree: Any) -> bool:
-        """Note the memory of all tensors in nested lists; whether any of it is large and new."""
+    def _look(self, tree: Any, made_of: Any = None) -> bool:
+        """Note the memory of all tensors in nested lists; whether any of it is large and new. `made_of`: what an
+        operator was given that has returned them.
+        """
         if isinstance(tree, torch.Tensor):
-            return self._note(tree)
+            return self._note(tree, made_of)
         if isinstance(tree, list | tuple):
             found = False
             for part in tree:
-                found |= self._look(part)
+                found |= self._look(part, made_of)
             return found
-        return isinstance(tree, dict) and self._look(list(tree.values()))
+        return isinstance(tree, dict) and self._look(list(tree.values()), made_of)
 
-    def _note(self, tensor: torch.Tensor) -> bool:
+    def _note(self, tensor: torch.Tensor, made_of: Any) -> bool:
         if isinstance(tensor, LazyLogits) or not has_memory(tensor):
             return False
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         met = self._met.get(storage._cdata)
         if met is not None and not met.reference.expired():
-            self._bound += max(size - met.size, 0)
+            if not met.on_host:
+                self._bound += max(size - met.size, 0)
             met.size = size
             return False
         label = self._label() if self._label is not None else None
-        self._met[storage._cdata] = _Met(StorageWeakRef(storage), size, label)
+        on_host = not self._host and made_of is not None and (makes_host_memory() or self._are_on_host(made_of))
+        self._met[storage._cdata] = _Met(StorageWeakRef(storage), size, label, on_host)
+        if on_host:
+            return False
         self._bound += size
         return size > self._looked_at
+
+    def _are_on_host(self, tree: Any) -> bool:
+        """Whether there are tensors in nested lists, and all of them, single numbers apart, are in host memory."""
+        found = list(self._places(tree))
+        return bool(found) and all(found)
+
+    def _places(self, tree: Any) -> Iterator[bool]:
+        if isinstance(tree, torch.Tensor):
+            if tree.dim() and not isinstance(tree, LazyLogits) and has_memory(tree):
+                met = self._met.get(tree.untyped_storage()._cdata)
+                yield met is not None and met.on_host
+        elif isinstance(tree, list | tuple | dict):
+            for part in tree.values() if isinstance(tree, dict) else tree:
+                yield from self._places(part)
 
     def bytes(self) -> int:
         """Now."""
@@ -141,7 +166,7 @@ class LiveBytes(TorchDispatchMode):
                 del self._met[key]
             else:
                 met.size = size
-                total += size
+                total += 0 if met.on_host else size
         self._bound = total
         return total
 
@@ -152,7 +177,7 @@ class LiveBytes(TorchDispatchMode):
             size = met.now()
             if size is None:
                 del self._met[key]
-            else:
+            elif not met.on_host:
                 found[met.label] += size
         return found
 

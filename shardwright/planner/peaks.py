@@ -34,7 +34,7 @@ from .holders import KEPT, Holders
 from .live_bytes import LiveBytes
 from .places import Place, like, places
 from .repeats import Class, More, extend
-from .replay import LOOKED_AT, Book, Job, Peak, joined, replay
+from .replay import LOOKED_AT, Book, Job, Peak, counts_host, joined, replay
 from .segments import BEFORE, OPTIMIZER, Amounts, Segment, Segments
 from .shorter import NotShorterError, Shorter, changes, kinds_of, microbatches_left, shorten, shorter
 
@@ -173,7 +173,7 @@ class _Peaks:
     ) -> _Rank:
         segments, booster = Segments(), Booster(plugin=plugin)
         holders = Holders(lambda: segments.action)
-        with Fakes(), LiveBytes(LOOKED_AT, label=holders.label) as live:
+        with Fakes(), LiveBytes(LOOKED_AT, label=holders.label, host=counts_host()) as live:
             segments.live = live
             bare = self._job.model()
             shorten(bare, self._real.plan.units, layout.kept)

@@ -4,7 +4,7 @@ code that runs on the cluster, on tensors without memory (`fakes`), and counted 
     peaks = replay(Job(make_plugin, make_model, make_optimizer, batch), world_size)
 
 Exact but for what a device's kernels keep beside tensors, what its allocator keeps beside memory in use, and what
-depends on data (which expert a token goes to). One rank stands for all with its place in the pipeline.
+depends on data (experts are taken to be chosen alike). One rank stands for all with its place in the pipeline.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..models.example_inputs import loss_of
 from ..pipeline.planning.placement import Placement
 from ..pipeline.runtime import PipelineError
 from ..plugins import HybridParallelPlugin
+from ..utils.device import chosen_as_for
 from .curves import Curve, by_holder, curve_of
 from .fakes import Fakes
 from .holders import KEPT, Holders
@@ -35,6 +36,11 @@ from .segments import OPTIMIZER, Segments
 
 _T = TypeVar("_T")
 LOOKED_AT = 4096  # bytes of a new tensor behind which the peak may lie
+
+
+def counts_host() -> bool:
+    """Whether what leaves for host memory stays in that of the device: on a CPU, which has one memory."""
+    return chosen_as_for("cpu") == "cpu"
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ def _replay_rank(
 ) -> tuple[Peak, Placement]:
     watch, booster = Segments(), Booster(plugin=plugin)
     holders = Holders(lambda: watch.action)
-    with Fakes(), LiveBytes(LOOKED_AT, label=holders.label, moment=holders.doing) as live:
+    with Fakes(), LiveBytes(LOOKED_AT, label=holders.label, moment=holders.doing, host=counts_host()) as live:
         bare = job.model()
         model: Any
         optimizer: Any

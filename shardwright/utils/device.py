@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .torch_names import FakeTensor
+
 
 def accelerator_type() -> str:
     """ "cuda" where a CUDA device is present, else "cpu"."""
@@ -56,6 +58,14 @@ def host_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where ranks exchange what their hosts know: the CPU wherever the group's backend takes its tensors."""
     backend = dist.get_backend(group)
     return get_current_device() if "nccl" in backend and "gloo" not in backend else torch.device("cpu")
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """As `model.to(device)`, but for a plan's model, which is there: torch would make new parameters of those without
+    memory, and leave behind what is noted on them.
+    """
+    if not any(isinstance(param, FakeTensor) for param in model.parameters()):
+        model.to(device)
 
 
 def move_buffers(model: nn.Module, device: torch.device | str) -> None:

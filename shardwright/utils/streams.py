@@ -18,6 +18,7 @@ import torch
 from .device import chosen_as_for
 
 _model: Any = None  # of streams, which the CPU has while a test says so
+_making = False  # host memory
 
 
 def streams_of(device: torch.device) -> Any:
@@ -34,10 +35,20 @@ def has_streams(device: torch.device) -> bool:
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Room on the host that `device` copies to and from beside its other work: pinned, and with nothing in it yet."""
-    room = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    global _making
+    _making = True
+    try:
+        room = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    finally:
+        _making = False
     if _model is not None:
         _model.is_on_host(room)
     return room
+
+
+def makes_host_memory() -> bool:
+    """Whether `host_memory` is asking torch for some: what counts a device's memory on a CPU tells it apart by that."""
+    return _making
 
 
 def pinned_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

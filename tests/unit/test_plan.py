@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,8 @@ def test_a_70b_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model llama-tiny --world-size 2 --tp-size 2 --optimizer muon", "Muon works on whole matrices"),
         ("--model llama-tiny --world-size 2 --precision fp17", "did you mean 'fp16'"),
         ("--model llama-tiny --world-size 4 --pp-size 2 --pp-style zbv --num-model-chunks 3", "exactly 2"),
+        ("--model bert-base --world-size 1 --batch-size 1 --seq-len 513", "learned positions for 512"),
+        ("--model llama-tiny --world-size 1 --batch-size 2 --peak", "needs --seq-len, tokens of a sample"),
     ],
 )
 def test_layouts_that_do_not_work_say_so_and_fail(
@@ -90,6 +93,55 @@ def test_models_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_p
         plan(capsys, f"--model {tmp_path.parent} --world-size 1")
     assert end.value.code == 2
     assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_lengths_are_refused_where_there_are_no_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = {"image_size": 8, "patch_size": 4, "architectures": ["ViTForImageClassification"]}
+    file.write_text(json.dumps({"model_type": "vit", **sizes, **images}))
+    status, text = plan(capsys, f"--model {file} --world-size 1 --batch-size 2 --seq-len 8 --peak")
+    assert status == 1
+    assert text.startswith("This layout does not work: --seq-len 8: ViTForImageClassification is trained on batches w")
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": "two"}, "expected int, got str (value: 'two')"),
+        ({"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}, "(65) is not a multiple of"),
+        ({"model_type": "nope"}, "`nope` but Transformers does not recognize"),
+        ({}, "Should have a `model_type` key"),
+    ],
+)
+def test_config_files_that_say_nonsense_are_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, Any], word: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as end:
+        plan(capsys, f"--model {file} --world-size 1")
+    assert end.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert f"{file} is no config that this transformers knows: " in said[-1]
+    assert word in said[-1]
+
+
+@pytest.mark.parametrize("code", ["parallel = dict(", "parallel = dict(tensor=1 / 0)"])
+def test_files_of_a_layout_that_do_not_run_are_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, code: str
+) -> None:
+    file = tmp_path / "layout.py"
+    file.write_text(code)
+    with pytest.raises(SystemExit):
+        plan(capsys, f"--model llama-tiny --world-size 1 --config {file}")
+    assert f"--config {file} is no Python that runs (" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_jobs_of_more_ranks_than_there_are_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan(capsys, "--model llama-tiny --world-size 1000000000")
+    assert "--world-size 1000000000 must be at most 1048576" in capsys.readouterr().err
 
 
 def test_models_without_a_policy_are_planned_untried(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -88,8 +88,11 @@ class LengthLimit:
             tensor.device.type != "cpu" or int((tensor != self.padding).sum(1).max()) <= self.most
         ):
             return
-        raise ValueError(
-            f"{self.key} has {tensor.shape[1]} tokens per sample, and {self.owner} has learned positions for "
+        raise self.too_long(f"{self.key} has {tensor.shape[1]} tokens per sample")
+
+    def too_long(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what}, and {self.owner} has learned positions for "
             f"{self.most}: cut the texts (tokenizer(..., truncation=True, max_length={self.most}))"
         )
 
@@ -119,6 +122,12 @@ class InputLimits:
                 length_limit.key != "input_ids" or batch.get("position_ids") is None
             ):
                 length_limit.check(tensor)
+
+    def check_length(self, tokens: int) -> None:
+        """ValueError where samples of so many tokens, none of them padding, are too long."""
+        for limit in self.lengths:
+            if tokens > limit.most:
+                raise limit.too_long(f"sequence_length={tokens}")
 
     def _vocabulary(self, key: str, rows: int | None) -> None:
         if rows is not None:

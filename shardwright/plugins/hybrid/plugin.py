@@ -39,13 +39,14 @@ from ...shardformer.rng import PlacedNumbers, uses_dropout
 from ...shardformer.sharder import ModelSharder
 from ...spec import EXPERT_AXES, ParamSpec, get_spec, set_spec
 from ...utils.argument_types import check_arguments
-from ...utils.device import get_current_device
+from ...utils.device import chosen_as_for, get_current_device, move_model
 from ...zero.lay_out import lay_out
 from ...zero.layout import BUCKET_SIZE_IN_M
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.unit_gatherer import UnitGatherer
 from ..agreement import agree_on_arguments
 from ..base import mesh_position, require_process_group
+from ..data.input_limits import InputLimits
 from ..fp8 import check_fp8, check_fp8_model, convert_where_wanted, follow_history, fp8_said
 from ..settings import HybridSettings
 from ..shared_buffers import SharedBuffers, share_all
@@ -352,6 +353,8 @@ class HybridParallelPlugin(ZeroPlugin):
         batch_size, sequence_length     of one data-parallel rank, for what depends on them
         """
         batch = BatchShape(batch_size, sequence_length)
+        if sequence_length is not None:
+            InputLimits(model).check_length(sequence_length)
         self._sequences = probe_sequences(self.settings, model)
         return self._preflight(model, optimizer, self._sharder(model), batch).layout
 
@@ -389,7 +392,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if self.mesh.rank == 0:
             for warning in layout.warnings:
                 warn_once(warning)
-            if self.settings.pipeline.offload_activations and get_current_device().type == "cpu":
+            if self.settings.pipeline.offload_activations and chosen_as_for(get_current_device()) == "cpu":
                 warn_once(
                     "offload_activations: what a CPU computes is in host memory anyway, so that it is copied and "
                     "nothing is saved"
@@ -423,7 +426,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if self.zero_stage < 3:  # else unit by unit
             if making is not None:
                 making.make(list(model.parameters()))
-            model.to(get_current_device())
+            move_model(model, get_current_device())
         if groups is not None:
             groups.rebind(model)
         copies = [] if cut.loss_check is None else [cut.loss_check.model]

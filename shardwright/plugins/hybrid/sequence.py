@@ -34,6 +34,7 @@ from ...shardformer.adapters import native_model, refuse_prompts
 from ...shardformer.attention_routes import hides_by_numbers, route_attention
 from ...shardformer.random_branches import refuse_branches
 from ...utils.errors import divisors
+from ...utils.torch_names import disable_current_modes
 from ..settings import HybridSettings
 from .enclosed_axis import EnclosedAxis, draw_apart
 from .enclosed_check import probe_enclosed
@@ -110,6 +111,7 @@ def _check_axis(settings: HybridSettings, mode: str, size: int) -> None:
         )
 
 
+@disable_current_modes()  # what is tried is tried with numbers, also where a plan has tensors without memory
 def probe_sequences(settings: HybridSettings, model: nn.Module) -> SequenceFacts | LayerFacts | None:
     """Whether the whole model can have its sequences cut: ValueError if not. None: nobody wants to."""
     mode = settings.sequence_mode
