@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,6 @@ from shardwright import Booster
 from shardwright.lazy import LazyInitContext
 from shardwright.models.example_inputs import loss_of
 from shardwright.planner.devices import device_of
-from shardwright.planner.profile import Profile, Source, profile
 from shardwright.planner.replay import Job
 from shardwright.planner.step_times import step_times
 from shardwright.plugins import HybridParallelPlugin
@@ -112,16 +111,10 @@ def measure(rank: int, world: int, layouts: dict[str, dict[str, Any]], rounds: i
     return Turns.take(steps, rounds, warm_up=2)
 
 
-@cache
-def profiled(tensor_ranks: int) -> Profile:
-    return profile(Source(lazy, optimizer, batch(1), "fp32"), tensor_ranks, along=False)
-
-
 def predict(world: int, options: dict[str, Any], calibration: str) -> tuple[float, float]:
     """Seconds of a step, and of the processor, over all ranks."""
     job = Job(partial(plugin, options), lazy, optimizer, batch(SAMPLES // replicas(world, options)))
-    found = profiled(options.get("tp_size", 1))
-    times = step_times(job, world, device_of(calibration, None, "fp32", world), found)
+    times = step_times(job, world, device_of(calibration, None, "fp32", world))
     assert not times.relative, times.relative
     return times.seconds, world * times.processor
 

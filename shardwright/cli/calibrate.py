@@ -8,7 +8,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,8 @@ def _measure(args: argparse.Namespace) -> int:
     from ..planner import measure
     from ..planner.calibration import Calibration, write
     from ..planner.measure_links import links
+    from ..planner.measure_steps import shares
+    from ..utils.errors import counted
 
     torch.set_num_threads(1)
     launch_from_torch(backend="nccl" if args.device == "cuda" else "gloo")
@@ -110,6 +114,11 @@ def _measure(args: argparse.Namespace) -> int:
     if device.type == "cpu" and world > 1 and rank < 2:
         say("what the host takes for being one of two ranks")
         found["host"] = found.get("host", _NOTHING) | _layouts(rank, meeting[0], found.get("host", _NOTHING), size)
+    whole: dict[int, float] = {}
+    if device.type == "cpu":
+        for ranks in (ranks for ranks in (1, 2, 4) if rank < ranks <= world):
+            say(f"steps of a model on {counted(ranks, 'rank')}")
+            whole[ranks] = _steps(rank, ranks, meeting[0], size)
     if rank == 0:
         shutil.rmtree(meeting[0], ignore_errors=True)
         calibration = Calibration(
@@ -120,6 +129,8 @@ def _measure(args: argparse.Namespace) -> int:
             messages=messages,
             **found,
         )
+        if whole:
+            calibration = replace(calibration, whole=shares(calibration, whole))
         write(calibration, args.output)
         if not collectives:
             print("no collectives and messages were measured, with one rank: plans take links from the table")
@@ -144,13 +155,29 @@ def _host(device: Any, size: Any) -> dict[str, float]:
 def _layouts(rank: int, directory: str, alone: Any, size: Any) -> dict[str, float]:
     """As one of the two ranks of a job, which meet in `directory`."""
     import torch
-    import torch.distributed as dist
 
     from ..planner.measure_layouts import layouts
 
-    dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/store", 2), rank=rank, world_size=2)
-    try:
+    with _joined(rank, 2, f"{directory}/layouts"):
         return layouts(_model(), lambda samples, begin: _batch(samples, torch.device("cpu"), begin), size, alone)
+
+
+def _steps(rank: int, world: int, directory: str, size: Any) -> float:
+    """As one of so many ranks of a job."""
+    from ..planner.measure_steps import seconds
+
+    with _joined(rank, world, f"{directory}/steps-{world}"):
+        return seconds(rank, world, size)
+
+
+@contextmanager
+def _joined(rank: int, world: int, store: str) -> Iterator[None]:
+    """Inside, this process is a rank of a job whose ranks meet at `store`."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -54,6 +54,8 @@ class Calibration:
     products, attention   by dtype; `moving`: elementwise operators, norms and copies
     optimizer   AdamW; `moved` are elements
     collectives by name, and messages between two ranks; empty where there was one device
+    whole       on CPUs, by ranks (as text, for JSON): what their processors take for a step, over what is told from all
+                the rest. Operators one by one find in the caches what a step has to fetch
     """
 
     device: Mapping[str, Any]
@@ -67,6 +69,7 @@ class Calibration:
     optimizer: Sequence[Point]
     collectives: Mapping[str, Sequence[Point]]
     messages: Sequence[Point]
+    whole: Mapping[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -127,6 +130,9 @@ def _check(found: Calibration) -> None:
     for name in ("call", "forward", "backward", "around", "step"):
         if not float(found.host[name]) >= 0:
             raise ValueError(f"host.{name} is {found.host[name]!r}")
+    for ranks, times in found.whole.items():
+        if not (int(ranks) > 0 and 0 < float(times) < math.inf):
+            raise ValueError(f"whole.{ranks} is {times!r}")
     if not (found.products and found.attention and found.moving and found.optimizer):
         raise ValueError("a table is empty")
 
@@ -158,11 +164,14 @@ def _place(flops: float, moved: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class CalibratedMachine(Machine):
-    """A `Machine` whose times are those of a calibration. `assumed` are figures that are not measured, in words."""
+    """A `Machine` whose times are those of a calibration, in jobs of `ranks`. `assumed` are figures that are not
+    measured, in words.
+    """
 
     calibration: Calibration = field(kw_only=True, repr=False)
     dtype: str = "float32"
     assumed: str = ""
+    ranks: int = 1
 
     @property
     def source(self) -> str:
@@ -188,8 +197,14 @@ class CalibratedMachine(Machine):
         every = (point for rows in self.calibration.collectives.values() for point in rows)
         return _by_ranks(point._replace(seconds=point.busy) for point in every if point.busy > 0)
 
+    @cached_property
+    def _whole(self) -> float:
+        """What operators take in a step, over what they take apart."""
+        found = {int(ranks): times for ranks, times in self.calibration.whole.items()}
+        return found[_nearest(found, self.ranks)] if found else 1.0
+
     def computing(self, calls: Mapping[Operator, float]) -> float:
-        return sum(
+        return self._whole * sum(
             count * self._tables[kind].seconds(flops if kind != "other" else 0, moved)
             for (kind, flops, moved), count in calls.items()
             if kind in COMPUTED
@@ -198,7 +213,7 @@ class CalibratedMachine(Machine):
     def starting(self, calls: Mapping[Operator, float], backward: bool = False) -> float:
         """What the host takes for these operators; a GPU computes meanwhile."""
         host = self.calibration.host["backward" if backward else "forward"]
-        taken = host * sum(count for call, count in calls.items() if call.kind in COMPUTED)
+        taken = self._whole * host * sum(count for call, count in calls.items() if call.kind in COMPUTED)
         if self.calibration.device["type"] == "cpu":
             return taken
         return max(taken - self.computing(calls), 0.0)
@@ -235,9 +250,13 @@ def _by_ranks(points: Iterable[Point]) -> dict[int, Rates]:
 
 def _of_ranks(tables: Mapping[int, Rates], size: float, ranks: int) -> float:
     """Seconds of a collective, by the table of the nearest number of ranks, which more of them take longer than."""
-    nearest = min(tables, key=lambda number: abs(math.log2(number / ranks)))
+    nearest = _nearest(tables, ranks)
     found = tables[nearest]
     return max(found.seconds(0, size), found.least) * (1 if ranks <= nearest else ranks / nearest)
+
+
+def _nearest(known: Iterable[int], ranks: int) -> int:
+    return min(known, key=lambda number: abs(math.log2(number / ranks)))
 
 
 def _host(found: Mapping[str, float]) -> Host:
@@ -305,4 +324,5 @@ def calibrated(
         given = "as given" if inside is not None else "taken to be 1 GB/s" if "device" in known else "as published"
         assumed = f"links {given}, collectives and messages by formulas: not measured"
     own_fields = {each.name: getattr(machine, each.name) for each in fields(Machine)}
-    return CalibratedMachine(**{**own_fields, **known}, calibration=found, dtype=dtype, assumed=assumed)
+    known |= {"calibration": found, "dtype": dtype, "assumed": assumed, "ranks": world_size}
+    return CalibratedMachine(**{**own_fields, **known})

@@ -418,9 +418,18 @@ class Estimator:
     def _kept(self) -> float:
         """Of a layer, of a microbatch."""
         layer, layout = self._rates.layer, self._layout
-        inputs = self._task.hidden / (layout.tp if self._rates.along else 1)
         none = 1 - layout.whole - layout.selective
-        return layout.whole * self._samples(inputs) + (layout.selective * SELECTIVE + none) * layer.kept
+        return layout.whole * self._kept_whole + (layout.selective * SELECTIVE + none) * layer.kept
+
+    @property
+    def _kept_whole(self) -> float:
+        """Of a layer that is recomputed: its inputs, and what its forward's collectives gave, which run once. The last
+        result goes into the next layer's inputs.
+        """
+        hidden, tp = self._samples(self._task.hidden), self._layout.tp
+        if tp == 1:
+            return hidden
+        return hidden / tp + 2 * hidden + hidden / tp if self._rates.along else 2 * hidden
 
     @cached_property
     def _transient(self) -> tuple[float, float]:
@@ -446,6 +455,8 @@ class Estimator:
         besides: float = _BUCKET if layout.dp * layout.sp > 1 and layout.zero >= 2 else 0.0
         layers, head = self._transient
         if layout.pp == 1:
+            if layout.zero == 3:  # weights of the head beside those of layers ahead of it
+                head += self._itemsize * max(self._rates.rest.parameters / 2 - self._rates.layer.parameters, 0.0)
             held = self._rates.layers * self._kept + self._rates.rest.kept
             return self._static(self._parameters()) + max(held + head, self._at_table) + besides
         message = self._samples(self._task.hidden) / (layout.tp if self._rates.along else 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ..models.layer_chain import find_units
 from ..utils.device import planning_for
 from ..utils.errors import counted
 from .batches import batch_of
+from .beside import both
 from .estimate import Estimate, Estimator, Layout, Task
 from .machines import Machine
 from .profile import Profile, Source, profile
@@ -331,8 +333,8 @@ def _profiles(source: Source, tensor: Sequence[int]) -> tuple[list[Profile], lis
     left = list(tensor)
     while left[-1] > 1:
         try:
-            few = profile(source, 2 if left[-1] > 2 else 1)
-            return [few, profile(source, left[-1])], left
+            few, many = 2 if left[-1] > 2 else 1, left[-1]
+            return list(both(partial(profile, source, few), partial(profile, source, many))), left
         except ValueError:
             left.pop()
     return [profile(source, 1)], left

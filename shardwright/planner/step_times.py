@@ -26,7 +26,7 @@ from ..plugins import HybridParallelPlugin
 from ..utils.device import planning_for
 from .estimate import Estimator, Layout, Task
 from .machines import Machine
-from .profile import Profile, Source, profile
+from .profile import Source, profile
 from .rates import rates
 from .replay import Job, joined
 from .shorter import NotShorterError
@@ -69,11 +69,11 @@ class StepTimes:
         return self.computed + sum(self.behind.values())
 
 
-def step_times(job: Job, world_size: int, machine: Machine, known: Profile | None = None) -> StepTimes:
-    """This process must be in no process group. `known` is the model's profile, where it was made before."""
+def step_times(job: Job, world_size: int, machine: Machine) -> StepTimes:
+    """This process must be in no process group."""
     shape = shape_of(job, world_size)
     try:
-        estimator = estimator_of(job, shape, world_size, machine, known)
+        estimator = estimator_of(job, shape, world_size, machine)
         costs, relative = estimator.costs, ""
         found = estimator.estimate(simulated=True)
         processor = found.processor
@@ -143,15 +143,14 @@ def shape_of(job: Job, world_size: int) -> Shape:
         return Shape(plugin, plan, len(find_units(model)), max(sizes), len(sizes), options.num_sequence_slices)
 
 
-def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine, found: Profile | None = None) -> Estimator:
+def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine) -> Estimator:
     """Of the layout as it is cut; ValueError or NotShorterError for models of which too little is known."""
     layout, plan = shape.layout(), shape.plan
     precision = shape.plugin.settings.precision.precision
     along = shape.plugin.settings.sequence_mode in ("split_gather", "ring")
-    if found is None:
-        with planning_for(machine.device):
-            source = Source(job.model, job.optimizer, job.batch, precision, (layout.samples,))
-            found = profile(source, layout.tp, along)
+    with planning_for(machine.device):
+        source = Source(job.model, job.optimizer, job.batch, precision, (layout.samples,))
+        found = profile(source, layout.tp, along)
     own = rates(found, None, machine, layout.tp, layout.samples / layout.sp)
     model = job.model()
     half = precision != "fp32"

@@ -46,7 +46,7 @@ def test_estimates_are_what_arithmetic_says() -> None:
     assert alone.parts["computing"] == pytest.approx(computed + added, rel=1e-3)
     for count in (8, 80):
         piped = estimated(0.0, pp=4, dp=1, zero=0, samples=1, count=count)
-        each = (count - 1) / count * (8 + 2) / (DEVICE.bandwidth * DEVICE.moving)
+        each = (4 / count + 4 + 8) / (DEVICE.bandwidth * DEVICE.moving)  # zeros, sums, conversions to fp32
         stage = 4 * (3e12 / (312e12 * DEVICE.product) + each * 1e8)
         last = stage + each * 2e8  # the head's
         whole = 3 * stage + count * last  # (p - 1) of p - 1 + m wait, and the others for the last one
