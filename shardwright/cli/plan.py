@@ -76,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--batch-size", type=int, metavar="N", help="samples of one data-parallel rank and step")
     model.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample")
     model.add_argument(
+        "--target-len",
+        type=int,
+        metavar="N",
+        help="of --peak: tokens of a sample that an encoder-decoder writes (default: as many as it reads)",
+    )
+    model.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
@@ -258,12 +264,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
         ("--world-size", args.world_size),
         ("--batch-size", args.batch_size),
         ("--seq-len", args.seq_len),
+        ("--target-len", args.target_len),
     ):
         if value is not None and value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
     if args.world_size > _MOST_RANKS:
         raise ValueError(
             f"--world-size {args.world_size} must be at most {_MOST_RANKS}: every rank has a place in memory"
+        )
+    if args.target_len is not None and not (args.peak or args.html or args.search):
+        raise ValueError(
+            f"--target-len {args.target_len}: only a replayed step looks at it; add --peak, or leave it out"
         )
 
 
@@ -316,7 +327,7 @@ def _replay(
     args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any], layout: Any
 ) -> tuple[list[Any], str, str]:
     """The `Peak` of every pipeline rank, a word on how they were found, and the page where one is asked for."""
-    from ..planner.batches import batch_of, takes_tokens
+    from ..planner.batches import batch_of, takes_tokens, writes
     from ..planner.peaks import peaks
     from ..planner.replay import Job
     from ..plugins import HybridParallelPlugin
@@ -332,11 +343,16 @@ def _replay(
             if args.seq_len is None
             else f"--seq-len {args.seq_len}: {name} is trained on batches without texts; leave it out"
         )
+    if args.target_len is not None and not writes(model):
+        raise ValueError(
+            f"--target-len {args.target_len}: {type(model).__name__} is no encoder-decoder; leave it out, its texts "
+            "have --seq-len tokens"
+        )
     job = Job(
         lambda **changes: HybridParallelPlugin.from_config(form, **{**given, **changes}),
         lambda: _lazy(config),
         lambda model: _optimizer(args.optimizer, model),
-        batch_of(model, args.batch_size, args.seq_len),
+        batch_of(model, args.batch_size, args.seq_len, args.target_len),
     )
     if args.html is None:
         found = peaks(job, args.world_size)

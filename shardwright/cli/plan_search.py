@@ -24,7 +24,18 @@ _DEVICE = (
     "between_bandwidth",
 )  # of --html, too
 # Of one layout, beside the arguments of the plugin.
-_OF_A_LAYOUT = ("batch_size", "config", "check", "peak", "html", "device", "dp_inside", "recompute", "selective")
+_OF_A_LAYOUT = (
+    "batch_size",
+    "target_len",
+    "config",
+    "check",
+    "peak",
+    "html",
+    "device",
+    "dp_inside",
+    "recompute",
+    "selective",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,14 +11,24 @@ from torch import nn
 from ..models.example_images import SAMPLES
 from ..models.example_inputs import training_batches
 
-_LENGTH = 12  # tokens of a sample in `training_batches`
+_LENGTH, _TARGET_LENGTH = 12, 8  # tokens of a sample in `training_batches`, and of what a decoder writes
+_TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 
-def batch_of(model: nn.Module, samples: int, length: int | None) -> dict[str, Any]:
-    """`samples` rows of `length` tokens, none of them padding; images have the size that the config says."""
+def batch_of(model: nn.Module, samples: int, length: int | None, target_length: int | None = None) -> dict[str, Any]:
+    """`samples` rows of `length` tokens, none of them padding; images have the size that the config says. What the
+    decoder of an encoder-decoder writes has `target_length` tokens, or `length` too.
+    """
     example = next(training_batches(model))
     example.pop("attention_mask", None)
-    return {key: _resized(value, samples, length) for key, value in example.items()}
+    lengths = {_LENGTH: length}
+    targets = {_LENGTH: length, _TARGET_LENGTH: target_length or length} if writes(model) else lengths
+    return {key: _resized(value, samples, targets if key in _TARGETS else lengths) for key, value in example.items()}
+
+
+def writes(model: nn.Module) -> bool:
+    """Whether it is an encoder-decoder, whose batches hold texts of two lengths."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def takes_tokens(model: nn.Module) -> bool:
@@ -30,15 +41,15 @@ def _is_text(value: torch.Tensor) -> bool:
     return not value.is_floating_point() and _LENGTH in value.shape[1:]
 
 
-def _resized(value: Any, samples: int, length: int | None) -> Any:
-    """Rows and tokens of an example, again and again."""
+def _resized(value: Any, samples: int, lengths: Mapping[int, int | None]) -> Any:
+    """Rows and tokens of an example, again and again; `lengths` by those of the example."""
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     if value.is_meta:  # images of a model without weights
         value = torch.zeros(value.shape, dtype=value.dtype)
     found = value
     for dim, size in enumerate(value.shape):
-        wanted = samples if dim == 0 and size == SAMPLES else length if dim and size == _LENGTH else None
+        wanted = samples if dim == 0 and size == SAMPLES else lengths.get(size) if dim else None
         if wanted is not None:
             found = found.index_select(dim, torch.arange(wanted) % size)
     return found.contiguous()

@@ -110,7 +110,7 @@ class Fakes(TorchDispatchMode):
 @contextmanager
 def _fused_attention() -> Iterator[None]:
     """Inside, SDPA of fakes drops nothing out: kernels of GPUs draw what they drop again in backward, and keep no more
-    for it.
+    for it. A bias that is trained goes to the one kernel of theirs that has a gradient for it, in place of scores.
     """
 
     def attend(
@@ -119,10 +119,20 @@ def _fused_attention() -> Iterator[None]:
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
-        *args: Any,
-        **options: Any,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> torch.Tensor:
-        return SDPA(query, key, value, attn_mask, 0.0 if is_fake(query) else dropout_p, *args, **options)
+        if not is_fake(query):
+            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is not None and attn_mask.requires_grad and query.shape[:2] == key.shape[:2]:
+            bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+            found = _aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, True, 0.0, is_causal, scale=scale
+            )
+            out: torch.Tensor = found[0]
+            return out
+        return SDPA(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     functional.scaled_dot_product_attention = attend
     try:

@@ -313,8 +313,11 @@ def describe(layout: Layout) -> str:
 
 
 def _check(question: Question) -> None:
-    for name in ("world_size", "global_batch", "length"):
-        value = getattr(question, name)
+    for name, value in (
+        ("world_size", question.world_size),
+        ("global_batch_size", question.global_batch),
+        ("sequence_length", question.length),
+    ):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if question.precision not in ("bf16", "fp16", "fp32"):

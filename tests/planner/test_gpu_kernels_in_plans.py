@@ -56,6 +56,23 @@ def test_attention_that_drops_out_is_one_kernel() -> None:
     assert F.scaled_dot_product_attention is SDPA
 
 
+def test_attention_with_a_trained_bias_is_one_kernel() -> None:
+    """Of a bias [H, S, S] for all samples alike, whose gradient is there, too."""
+    heads, bias = (2, 4, 64, 32), (1, 4, 64, 64)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, added: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, added, scale=1.0)
+
+    with planning_for("cuda"):
+        numbers = 2 * 4 * 64
+        seeds = 2 * 8  # of what is dropped
+        assert kept(attend, heads, heads, heads, bias) == 4 * numbers * 32 * 2 + numbers * 4 + 4 * 64 * 64 * 2 + seeds
+        with Fakes():
+            given = [torch.empty(shape, dtype=BF16, requires_grad=True) for shape in (heads, heads, heads, bias)]
+            attend(*given).sum().backward()
+            assert [tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in given] == [True] * 4
+
+
 def test_norms_keep_what_their_kernel_keeps() -> None:
     rows, columns = 48, 256
     with planning_for("cuda"):

@@ -53,6 +53,10 @@ def test_a_70b_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model llama-tiny --world-size 4 --pp-size 2 --pp-style zbv --num-model-chunks 3", "exactly 2"),
         ("--model bert-base --world-size 1 --batch-size 1 --seq-len 513", "learned positions for 512"),
         ("--model llama-tiny --world-size 1 --batch-size 2 --peak", "needs --seq-len, tokens of a sample"),
+        (
+            "--model llama-tiny --world-size 1 --batch-size 2 --seq-len 8 --target-len 4 --peak",
+            "--target-len 4: LlamaForCausalLM is no encoder-decoder",
+        ),
     ],
 )
 def test_layouts_that_do_not_work_say_so_and_fail(
@@ -93,6 +97,22 @@ def test_models_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_p
         plan(capsys, f"--model {tmp_path.parent} --world-size 1")
     assert end.value.code == 2
     assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_encoder_decoders_write_as_much_as_they_read_or_as_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    starts = {"architectures": ["T5ForConditionalGeneration"], "decoder_start_token_id": 0}
+    file.write_text(json.dumps({"model_type": "t5", **sizes, **starts}))
+    given = f"--model {file} --world-size 1 --batch-size 2 --seq-len 64 --peak --json"
+    peaks = []
+    for more in ("", " --target-len 64", " --target-len 8"):
+        status, text = plan(capsys, given + more)
+        assert status == 0
+        peaks.append(json.loads(text)["peaks"][0]["peak"])
+    assert peaks[0] == peaks[1] > 1.2 * peaks[2]
 
 
 def test_lengths_are_refused_where_there_are_no_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
