@@ -206,7 +206,7 @@ class CalibratedMachine(Machine):
     def computing(self, calls: Mapping[Operator, float]) -> float:
         return self._whole * sum(
             count * self._tables[kind].seconds(flops if kind != "other" else 0, moved)
-            for (kind, flops, moved), count in calls.items()
+            for (kind, flops, moved, _), count in calls.items()
             if kind in COMPUTED
         )
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..pipeline.planning.memory import memory_curves
-from ..pipeline.planning.rank_memory import SELECTIVE
 from ..pipeline.planning.simulate import Costs, Simulation, simulate
 from ..pipeline.schedules import STYLES, Schedule
 from ..pipeline.schedules import get as get_schedule
@@ -419,7 +418,9 @@ class Estimator:
         """Of a layer, of a microbatch."""
         layer, layout = self._rates.layer, self._layout
         none = 1 - layout.whole - layout.selective
-        return layout.whole * self._kept_whole + (layout.selective * SELECTIVE + none) * layer.kept
+        # what products gave, of which the last result goes into the next layer's inputs (`ops.keeping`)
+        in_part = min(self._kept_whole + max(layer.made - self._samples(self._task.hidden), 0.0), layer.kept)
+        return layout.whole * self._kept_whole + layout.selective * in_part + none * layer.kept
 
     @property
     def _kept_whole(self) -> float:

@@ -80,7 +80,7 @@ class Machine:
     def computing(self, calls: Mapping[Operator, float]) -> float:
         """Seconds of the kernels among them, for as many samples as they were counted for."""
         total = 0.0
-        for (kind, flops, moved), count in calls.items():
+        for (kind, flops, moved, _), count in calls.items():
             if kind in COMPUTED:
                 rate = self.attention if kind == "attention" else self.product
                 total += count * max(flops / (self.flops * rate), moved / (self.bandwidth * self.moving))

@@ -32,11 +32,13 @@ class Operator(NamedTuple):
     kind    "product", "attention", "other", or the name of a collective
     flops   of a product
     moved   bytes of all that it reads and writes; of a collective what it is given
+    made    of these, what a product or attention gives
     """
 
     kind: str
     flops: int
     moved: int
+    made: int = 0
 
 
 class Operators(TorchDispatchMode):
@@ -71,14 +73,13 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     if not moved:
         return None
     if "scaled_dot_product" in name:
-        return Operator("attention", _attention_flops(name, args), moved)
+        return Operator("attention", _attention_flops(name, args), moved, _bytes(result))
     if "_grouped_mm" in name:
-        return Operator(
-            "product", 2 * args[0].numel() * args[1].shape[-1] // (args[1].shape[0] if args[0].dim() > 2 else 1), moved
-        )
+        groups = args[1].shape[0] if args[0].dim() > 2 else 1
+        return Operator("product", 2 * args[0].numel() * args[1].shape[-1] // groups, moved, _bytes(result))
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
-        return Operator("product", int(count(*args, **kwargs, out_val=result)), moved)
+        return Operator("product", int(count(*args, **kwargs, out_val=result)), moved, _bytes(result))
     return Operator("other", 0, moved)
 
 

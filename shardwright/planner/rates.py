@@ -27,6 +27,7 @@ class PartCost:
     sent, sent_back    bytes that each rank sends the others of its tensor-parallel group, and
     calls, calls_back  in how many collectives
     flops              of a forward
+    made               bytes that products and attention give in a forward
     tensors            that the parameters are in
     """
 
@@ -44,6 +45,7 @@ class PartCost:
     calls: float
     calls_back: float
     flops: float
+    made: float
     tensors: float
 
 
@@ -116,6 +118,7 @@ def _replayed(
         count[0] if ranks > 1 else 0.0,
         count[1] if ranks > 1 else 0.0,
         between(lambda part: part.flops),
+        between(lambda part: sum(call.made * number for call, number in part.forward.items())),
         one.tensors,
     )
 
@@ -146,8 +149,8 @@ def _grown(part: Part, factor: float) -> Part:
 
 def _scaled(calls: Calls, samples: float) -> Calls:
     found: dict[Operator, float] = {}
-    for (kind, flops, moved), count in calls.items():
-        call = Operator(kind, round(flops * samples), round(moved * samples))
+    for (kind, *sizes), count in calls.items():
+        call = Operator(kind, *(round(size * samples) for size in sizes))
         found[call] = found.get(call, 0.0) + count
     return found
 

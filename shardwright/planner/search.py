@@ -91,7 +91,8 @@ class Search:
         units = find_units(model)
         self._layers = len(units)
         self.along = False  # whether tensor-parallel ranks split sequences
-        sizes = tuple(size for size in _SAMPLES if size <= 2 or size * question.length <= _REPLAYED)
+        most = max(2, min(_REPLAYED // question.length, question.global_batch))
+        sizes = tuple(size for size in _SAMPLES if size <= most)
         batch = batch_of(model, sizes[-1], question.length)
         if not any(_is_text(value, question.length) for value in batch.values()):
             raise ValueError(
