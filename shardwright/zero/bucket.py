@@ -75,6 +75,7 @@ class Bucket:
         self.carry: torch.Tensor | None = None
         self._own_views: dict[Slot, torch.Tensor] = {}
         self._unwritten: set[Slot] = set()  # of which `grads` holds nothing of this step, and anything else
+        self._gaps: list[torch.Tensor] | None = None  # what no parameter lies in of `grads`
         self._preset = False
         self._versions: list[int] = []
         self._addresses: list[int] = []  # of the parameters' views
@@ -167,6 +168,7 @@ class Bucket:
         self.grad_views = (
             {slot: self.view(self.grads, slot) for slot in self.plan.slots} if self.grads is not None else {}
         )
+        self._gaps = None
         self._preset = preset
         self._unwritten = set(self.grad_views)
         self._show_preset()
@@ -189,12 +191,23 @@ class Bucket:
             set_own_gradient(slot.entry.param, view)
 
     def complete(self) -> None:
-        """Nothing more comes: what got no gradient has zeros for one."""
-        if self._unwritten and self.grads is not None:
-            missing = list(self._unwritten)
-            whole = len(missing) == len(self.plan.slots)
-            torch._foreach_zero_([self.grads] if whole else [self.grad_views[slot] for slot in missing])
-            self._unwritten.clear()
+        """Nothing more comes: what got no gradient has zeros for one, and so has what no parameter lies in (a factor
+        that is not finite made NaN of it).
+        """
+        if self.grads is None:
+            return
+        if len(self._unwritten) == len(self.plan.slots):
+            zeros = [self.grads]
+        else:
+            if self._gaps is None:
+                rows = self.grads.view(self.plan.shards, -1)
+                self._gaps = (
+                    [] if self._preset else self.plan.gaps(rows, 0)
+                )  # `preset`: zero from the begin of the step
+            zeros = self._gaps + [self.grad_views[slot] for slot in self._unwritten]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        self._unwritten.clear()
 
     @property
     def has_copies(self) -> bool:
