@@ -11,7 +11,7 @@ parameter and microbatch, and as it arrives it goes over to `grads`: the first o
 added, and what got none is set to zero when the bucket leaves. So a first gradient moves 8 bytes an element (of bf16 6,
 see `grad_dtypes`); to set `grads` to zero and have autograd add to it in place moves 16 (of bf16 22). It does so where
 .grad is to show the sum: for hooks of a script, and in pipelines, where weight gradients that wait add themselves
-(`ops.weight_grad`).
+(`ops.weight_grad`); and where it would clone a gradient for the parameter's strides.
 
 Without (stage 2) the reducer collects the gradients of a bucket when the last one has arrived.
 """
@@ -198,6 +198,11 @@ class Bucket:
             set_own_gradient(param, None)
             param.grad_dtype = view.dtype  # type: ignore[attr-defined]  # torch's stubs lack it
             set_own_gradient(param, view)
+
+    def take_in_place(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Have autograd add `grad`, which it would clone to give it the parameter's strides, to the view of `grads`."""
+        if own_gradient(slot.entry.param) is None and grad.dtype == self.master_dtype:
+            self._point_at(slot)
 
     def complete(self) -> None:
         """Nothing more comes: what got no gradient has zeros for one, and so has what no parameter lies in (a factor

@@ -574,6 +574,9 @@ def _computed(reducer: weakref.ref[GradReducer], number: int, grad: torch.Tensor
     here = reducer()
     if here is not None:
         (here._left_out.add if grad is None else here._left_out.discard)(number)
+        if grad is not None and not grad.is_contiguous() and here.in_backward and here.keep_full:
+            slot = here._by_number[number]
+            here.bucket_of(slot).take_in_place(slot, grad)
 
 
 def _arrived(reducer: weakref.ref[GradReducer], number: int, _: nn.Parameter) -> None:

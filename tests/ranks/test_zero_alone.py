@@ -13,6 +13,7 @@ from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.testing import keep_float64, run_ranks
 from shardwright.testing.device_reads import DeviceReads
+from shardwright.testing.operators import Operators
 from shardwright.testing.stream_model import StreamModel
 
 
@@ -215,3 +216,35 @@ def _put(param: Tensor, drops: bool, count: list[int]) -> None:
 
 def test_hooks_look_at_gradients_as_in_plain_torch() -> None:
     run_ranks(_looked_at, 1, debug="OFF")
+
+
+class _Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(200, 100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bth,oh->bto", x, self.weight).square().mean()
+
+
+def _of_other_strides(rank: int, world: int) -> None:
+    x = torch.randn(2, 4, 100, generator=torch.Generator().manual_seed(1))
+    plain = _Transposed()
+    plain(x).backward()
+    plain(x).backward()
+    model = _Transposed()
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32"))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    for _ in range(2):
+        optimizer.zero_grad()
+        with Operators() as operators, optimizer.no_sync():
+            booster.backward(boosted(x), optimizer)
+            booster.backward(boosted(x), optimizer)
+        assert operators.counts["clone"] == operators.counts["copy_"] == 0, operators.counts
+        assert plain.weight.grad is not None
+        torch.testing.assert_close(optimizer.gradients()["weight"], plain.weight.grad)
+
+
+def test_gradients_of_other_strides_are_not_cloned() -> None:
+    run_ranks(_of_other_strides, 1, debug="OFF")
