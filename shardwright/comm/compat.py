@@ -6,12 +6,13 @@ Checked on torch 2.11 (`all_gather_into_tensor`, `reduce_scatter_tensor`) and 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
@@ -262,3 +263,11 @@ def hooks_of_all_modules() -> list[Callable[..., Any]]:
     """
     kinds = ("forward_pre", "forward", "backward_pre", "backward")
     return [hook for kind in kinds for hook in getattr(modules, f"_global_{kind}_hooks").values()]
+
+
+def has_backward_hooks(of: Iterable[nn.Module]) -> bool:
+    """Whether a script has registered backward hooks on any of these modules, or on all. Torch has no public name for
+    it (2.11 to 2.13).
+    """
+    everywhere = modules._global_backward_hooks or modules._global_backward_pre_hooks
+    return bool(everywhere) or any(module._backward_hooks or module._backward_pre_hooks for module in of)

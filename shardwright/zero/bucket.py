@@ -11,7 +11,7 @@ parameter and microbatch, and as it arrives it goes over to `grads`: the first o
 added, and what got none is set to zero when the bucket leaves. So a first gradient moves 8 bytes an element (of bf16 6,
 see `grad_dtypes`); to set `grads` to zero and have autograd add to it in place moves 16 (of bf16 22). It does so where
 .grad is to show the sum: for hooks of a script, and in pipelines, where weight gradients that wait add themselves
-(`ops.weight_grad`).
+(`ops.weight_grad`); and where it would clone a gradient for the parameter's strides.
 
 Without (stage 2) the reducer collects the gradients of a bucket when the last one has arrived.
 """
@@ -75,6 +75,8 @@ class Bucket:
         self.carry: torch.Tensor | None = None
         self._own_views: dict[Slot, torch.Tensor] = {}
         self._unwritten: set[Slot] = set()  # of which `grads` holds nothing of this step, and anything else
+        self._shown: set[Slot] = set()  # of which .grad is what autograd adds to, because hooks of a script look at it
+        self._gaps: list[torch.Tensor] | None = None  # what no parameter lies in of `grads`
         self._preset = False
         self._versions: list[int] = []
         self._addresses: list[int] = []  # of the parameters' views
@@ -167,6 +169,7 @@ class Bucket:
         self.grad_views = (
             {slot: self.view(self.grads, slot) for slot in self.plan.slots} if self.grads is not None else {}
         )
+        self._gaps = None
         self._preset = preset
         self._unwritten = set(self.grad_views)
         self._show_preset()
@@ -175,26 +178,48 @@ class Bucket:
         if self._preset:
             self.complete()
             for slot in self.grad_views:
-                self.show_sum(slot)
+                self._point_at(slot)
 
-    def show_sum(self, slot: Slot) -> None:
-        """Have autograd add to the view of `grads`, as the parameter's .grad."""
-        view = self.grad_views[slot]
-        if own_gradient(slot.entry.param) is not view:
+    def show_sums(self) -> None:
+        """Have autograd add to the views of `grads`, as .grad of the parameters, until gradients are forgotten."""
+        for slot, view in self.grad_views.items():
+            if (own := own_gradient(slot.entry.param)) is not None and own is not view:
+                self.collect(slot)  # what a script has put there
+            self._point_at(slot)
+            if not self._preset:
+                self._shown.add(slot)
+
+    def _point_at(self, slot: Slot) -> None:
+        view, param = self.grad_views[slot], slot.entry.param
+        if own_gradient(param) is not view:
             if slot in self._unwritten:
                 self._unwritten.discard(slot)
                 view.zero_()
-            set_own_gradient(slot.entry.param, None)
-            slot.entry.param.grad_dtype = view.dtype  # type: ignore[attr-defined]  # torch's stubs lack it
-            set_own_gradient(slot.entry.param, view)
+            set_own_gradient(param, None)
+            param.grad_dtype = view.dtype  # type: ignore[attr-defined]  # torch's stubs lack it
+            set_own_gradient(param, view)
+
+    def take_in_place(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Have autograd add `grad`, which it would clone to give it the parameter's strides, to the view of `grads`."""
+        if own_gradient(slot.entry.param) is None and grad.dtype == self.master_dtype:
+            self._point_at(slot)
 
     def complete(self) -> None:
-        """Nothing more comes: what got no gradient has zeros for one."""
-        if self._unwritten and self.grads is not None:
-            missing = list(self._unwritten)
-            whole = len(missing) == len(self.plan.slots)
-            torch._foreach_zero_([self.grads] if whole else [self.grad_views[slot] for slot in missing])
-            self._unwritten.clear()
+        """Nothing more comes: what got no gradient has zeros for one, and so has what no parameter lies in (a factor
+        that is not finite made NaN of it).
+        """
+        if self.grads is None:
+            return
+        if len(self._unwritten) == len(self.plan.slots):
+            zeros = [self.grads]
+        else:
+            if self._gaps is None:
+                rows = self.grads.view(self.plan.shards, -1)
+                self._gaps = [] if self._preset else self.plan.gaps(rows, 0)  # preset ones begin at zero
+            zeros = self._gaps + [self.grad_views[slot] for slot in self._unwritten]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        self._unwritten.clear()
 
     @property
     def has_copies(self) -> bool:
@@ -282,24 +307,30 @@ class Bucket:
         """Nothing of `grads` is of this step."""
         if not (self.empty and self._preset):
             self._unwritten = set(self.grad_views)
+            self._shown.clear()
             for slot in self.grad_views:
                 set_own_gradient(slot.entry.param, None)
         self._show_preset()
 
     @torch.no_grad()
-    def collect(self, slot: Slot) -> None:
-        """Make sure the gradient that backward just produced for `slot` is in `grads`."""
+    def collect(self, slot: Slot) -> bool:
+        """Make sure the gradient that backward just produced for `slot` is in `grads`; whether there is one."""
         self.empty = False
         view, param = self.grad_views[slot], slot.entry.param
         grad = own_gradient(param)
+        if slot in self._shown and grad is None:  # a hook has dropped all that there was
+            self._shown.discard(slot)
+            self._unwritten.add(slot)
+            return False
         if grad is view or grad is None:
-            return
-        if slot in self._unwritten:
+            return True
+        if slot in self._unwritten or slot in self._shown:  # where a hook has put another tensor, it is the sum
             self._unwritten.discard(slot)
             view.copy_(grad)
         else:
             view.add_(grad)
-        set_own_gradient(param, view if self._preset else None)
+        set_own_gradient(param, view if self._preset or slot in self._shown else None)
+        return True
 
     def release(self) -> None:
         """Give the parameters storage of their own again."""

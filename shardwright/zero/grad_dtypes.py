@@ -4,7 +4,8 @@
 in one backward (a tied embedding, a layer that runs several times) autograd sums before anybody sees them, in the
 parameter's `grad_dtype`. Where that is fp32 it converts each of them first: 6 bytes an element, and room for the copy.
 So fp32 is for parameters with several uses. The gradient of a single use is converted as it is copied to where
-gradients are summed. How many uses there are the graph of a loss tells.
+gradients are summed. How many uses there are the graph of a loss tells: of every loss, since a layer that ran once may
+run several times later, and the walk takes half a microsecond a node.
 """
 
 from __future__ import annotations
@@ -16,40 +17,53 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.grad_fns import grad_fns_of
 from .param_guard import own_gradient
-
-_LOOKS = 4  # at so many losses; a parameter that none of them uses stays as it is
 
 
 class GradDtypes:
-    """Of `params`, which have half precision and are summed in `summed`; `wide`: they start with it."""
+    """Of `params`, which have half precision and are summed in `summed`; `wide`: they start with it. From the first
+    loss with several uses of a parameter on it is wide for good.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter], summed: torch.dtype, wide: bool) -> None:
         self._summed = summed
-        self._unknown = set(params)
-        self._looks = 0
+        self._used_once = set(params)  # at most, in every loss so far
+        self._narrow = set() if wide else set(self._used_once)
         if wide:
-            for param in self._unknown:
+            for param in self._used_once:
                 _set(param, summed)
 
-    def look_at(self, loss: torch.Tensor) -> None:
-        """Backward of `loss` is next."""
-        if not self._unknown:
+    def look_at(self, roots: Iterable[torch.Tensor]) -> None:
+        """Backward of `roots` is next."""
+        if not self._used_once:
             return
-        for param, number in uses(loss).items():
-            if param in self._unknown and own_gradient(param) is None:
-                self._unknown.discard(param)
-                _set(param, self._summed if number > 1 else param.dtype)
-        self._looks += 1
-        if self._looks == _LOOKS:
-            self._unknown.clear()
+        for param, number in uses(roots).items():
+            if param not in self._used_once or own_gradient(param) is not None:
+                continue
+            if number > 1:
+                self._used_once.discard(param)
+                _set(param, self._summed)
+            elif param not in self._narrow:
+                self._narrow.add(param)
+                _set(param, param.dtype)
 
 
-def uses(loss: torch.Tensor) -> Counter[nn.Parameter]:
+def uses(roots: Iterable[torch.Tensor]) -> Counter[nn.Parameter]:
     """How many gradients autograd will sum for every leaf of the graph."""
-    leaves = (leaf for grad_fn in grad_fns_of(loss) for leaf, _ in grad_fn.next_functions)
-    return Counter(leaf.variable for leaf in leaves if hasattr(leaf, "variable"))
+    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    leaves: dict[Any, int] = {}
+    seen = set(waiting)
+    while waiting:
+        for before, _ in waiting.pop().next_functions:
+            if before in leaves:
+                leaves[before] += 1
+            elif before is not None and before not in seen:
+                if hasattr(before, "variable"):
+                    leaves[before] = 1
+                else:
+                    seen.add(before)
+                    waiting.append(before)
+    return Counter({leaf.variable: number for leaf, number in leaves.items()})
 
 
 def _set(param: Any, dtype: torch.dtype) -> None:

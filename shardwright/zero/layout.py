@@ -143,6 +143,20 @@ class BucketPlan:
                 if begin < end:
                     yield shard, begin, end
 
+    def parts_of(
+        self, slot: Slot, values: torch.Tensor, rows: torch.Tensor, start: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(place in `rows`, elements of `values`) of one parameter; `rows` hold elements from `start` on of every
+        shard.
+        """
+        flat = values.reshape(-1)
+        for shard, row in enumerate(rows):
+            low = shard * self.shard_numel + start
+            part = slot.part_in(low, low + row.numel())
+            if part is not None:
+                first = slot.start + part[0] - low
+                yield row[first : first + part[1] - part[0]], flat[part[0] : part[1]]
+
     def shard_range(self, shard: int) -> tuple[int, int]:
         return shard * self.shard_numel, (shard + 1) * self.shard_numel
 

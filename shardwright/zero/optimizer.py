@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
+from ..comm.compat import has_backward_hooks
 from ..interface.shards import LoadedShard, ParamShard
 from ..precision.grad_norm import power_sum
 from ..precision.grad_state import GradState
@@ -160,6 +162,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             shared_rows=self._shared_rows(plans),
             on_final=self._bucket_is_final,
             on_outside=self._others.arrived,
+            is_watched=partial(has_backward_hooks, list(model.modules())),
         )
         self.gatherer: ParamGatherer | UnitGatherer
         self.gatherer = self.units or ParamGatherer(
@@ -261,8 +264,19 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
     ) -> None:
         if self.reducer.launch_in_backward:
-            self._grad_dtypes.look_at(loss)
+            self._grad_dtypes.look_at([loss])
         super().backward(loss, inputs=inputs, retain_graph=retain_graph)
+
+    def backward_by_grad(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grads: torch.Tensor | Sequence[torch.Tensor | None] | None,
+        inputs: Sequence[torch.Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        if self.reducer.launch_in_backward:
+            self._grad_dtypes.look_at([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        super().backward_by_grad(tensors, grads, inputs=inputs, retain_graph=retain_graph)
 
     def _before_backward(self) -> None:
         if self.reducer.launch_in_backward or self.grad_state is not GradState.ACCUMULATING:

@@ -52,7 +52,6 @@ from .param_guard import drop_own_gradient, own_gradient
 from .shared_rows import SharedRows
 
 _MAX_IN_FLIGHT = 2
-_Copy = tuple[torch.Tensor, torch.Tensor]  # to, from
 
 
 class _Window:
@@ -95,6 +94,7 @@ class GradReducer:
     on_final            called with each bucket whose shard holds its final sum, on the stream that made it
     on_outside          called with the slot of a gradient that came in no backward of this reducer; it is added unless
                         that raises
+    is_watched          whether a script has hooks beside those on parameters that may look at gradients
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class GradReducer:
         shared_rows: dict[int, SharedRows],
         on_final: Callable[[Bucket], None],
         on_outside: Callable[[Slot], None],
+        is_watched: Callable[[], bool],
     ) -> None:
         self.buckets = list(buckets)
         self.groups = groups
@@ -128,6 +129,7 @@ class GradReducer:
         self._shared_rows = shared_rows
         self._on_final = on_final
         self._on_outside = on_outside
+        self._is_watched = is_watched
         self._streams: Any = streams_of(device) if overlap else None
         self._stream = None if self._streams is None else self._streams.Stream(device)
         self._pieces = {bucket.index: self._cut(bucket, scratch_numel) for bucket in self.buckets}
@@ -208,18 +210,17 @@ class GradReducer:
         self.in_backward = True
         self.expect()
         if self.launch_in_backward:
-            for window in self._windows.values():
-                self._let_scripts_hook_first(window)
-                if self._reduces_now:
-                    window.open()
+            if (self._let_scripts_hook_first(self.buckets) or self._is_watched()) and self.keep_full:
+                for bucket in self.buckets:  # hooks look at what is summed so far, as by plain torch
+                    bucket.show_sums()
+            for window in self._windows.values() if self._reduces_now else ():
+                window.open()
 
-    def _let_scripts_hook_first(self, window: _Window) -> None:
-        """A script's hooks change gradients before they leave; what is summed so far, as by plain torch."""
+    def _let_scripts_hook_first(self, buckets: Sequence[Bucket]) -> bool:
+        """A script's hooks change gradients before they leave; whether there are any."""
+        slots = [slot for bucket in buckets for slot in bucket.plan.slots]
         with without_torch_function():  # nobody is asked about hooks
-            for bucket in window.buckets:
-                for slot in bucket.plan.slots:
-                    if put_hook_last(slot.entry.param, self._hook_numbers[slot]) and self.keep_full:
-                        bucket.show_sum(slot)
+            return sum(put_hook_last(slot.entry.param, self._hook_numbers[slot]) for slot in slots) > 0
 
     def open(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
         """For runtimes: gradients of one microbatch in `section` are about to come. What they complete leaves at once.
@@ -231,7 +232,7 @@ class GradReducer:
         if window is None or (self.keep_full and not (last and self.require_sync)):
             return
         self._require_unreduced(window)
-        self._let_scripts_hook_first(window)
+        self._let_scripts_hook_first(window.buckets)
         self._ending = last
         window.open(None if of is None else {self.slots[param] for param in of if param in self.slots})
         while window.has_complete:
@@ -276,8 +277,8 @@ class GradReducer:
 
     def _collect(self, window: _Window, position: int, slot: Slot) -> None:
         self.touched.add(slot.entry.index)
-        if self.keep_full:
-            window.buckets[position].collect(slot)
+        if self.keep_full and not window.buckets[position].collect(slot):
+            self.touched.discard(slot.entry.index)
 
     @property
     def _reduces_now(self) -> bool:
@@ -466,7 +467,7 @@ class GradReducer:
             views = bucket.views_in(buffer.view(-1))
             copies = [(views[slot], grad) for slot, grad in present]
         else:
-            copies = [pair for slot, grad in present for pair in _parts_of(bucket, slot, grad, buffer, start)]
+            copies = [pair for slot, grad in present for pair in bucket.plan.parts_of(slot, grad, buffer, start)]
         if copies:
             torch._foreach_copy_([there for there, _ in copies], [here for _, here in copies])
         if number == len(self._pieces[bucket.index]) - 1:
@@ -569,21 +570,13 @@ class GradReducer:
         self._hooks()
 
 
-def _parts_of(bucket: Bucket, slot: Slot, grad: torch.Tensor, rows: torch.Tensor, start: int) -> Iterator[_Copy]:
-    """(place, values) of a gradient in `rows`, which hold elements from `start` on of every shard."""
-    flat = grad.reshape(-1)
-    for shard, row in enumerate(rows):
-        low = shard * bucket.plan.shard_numel + start
-        part = slot.part_in(low, low + row.numel())
-        if part is not None:
-            first = slot.start + part[0] - low
-            yield row[first : first + part[1] - part[0]], flat[part[0] : part[1]]
-
-
 def _computed(reducer: weakref.ref[GradReducer], number: int, grad: torch.Tensor | None) -> None:
     here = reducer()
     if here is not None:
         (here._left_out.add if grad is None else here._left_out.discard)(number)
+        if grad is not None and not grad.is_contiguous() and here.in_backward and here.keep_full:
+            slot = here._by_number[number]
+            here.bucket_of(slot).take_in_place(slot, grad)
 
 
 def _arrived(reducer: weakref.ref[GradReducer], number: int, _: nn.Parameter) -> None:

@@ -25,8 +25,8 @@ GUARDS = {
     "aminmax": 2,
     "eq": 1,
     "masked_fill": 1,
-    # gradients are not set to zero: the first ones of 2 layers, and of 3 parameters around them, are copied
-    "_foreach_zero_": -1,
+    # gradients are not set to zero, but what lies between them is: the first ones of 2 layers, and of 3 parameters
+    # around them, are copied
     "add_": -21,
     "copy_": 21,
 }

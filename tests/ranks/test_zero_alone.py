@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
-from shardwright.testing import run_ranks
+from shardwright.testing import keep_float64, run_ranks
 from shardwright.testing.device_reads import DeviceReads
+from shardwright.testing.operators import Operators
 from shardwright.testing.stream_model import StreamModel
 
 
@@ -104,8 +105,8 @@ class _Shared(nn.Module):
         torch.manual_seed(0)
         self.often, self.once = nn.Linear(16, 16), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
+    def forward(self, x: Tensor, often: int = 3) -> Tensor:
+        for _ in range(often):
             x = torch.tanh(self.often(x))
         return self.once(x).float().square().mean()
 
@@ -126,14 +127,124 @@ def _of_uses(rank: int, world: int) -> None:
         model = _Shared()
         booster = Booster(plugin=HybridParallelPlugin(zero_stage=stage, precision="bf16"))
         boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
-        for _ in range(2):
+        for often in (3, 1, 3) if stage % 2 else (1, 3):  # a layer that runs once may run several times later
             optimizer.zero_grad()
-            booster.backward(boosted(x), optimizer)
-            found = optimizer.gradients()
-        assert torch.equal(found["often.weight"], wanted), stage
-        assert plain.once.weight.grad is not None
-        assert torch.equal(found["once.weight"], plain.once.weight.grad.float()), stage
+            booster.backward(boosted(x, often), optimizer)
+            if often == 3:
+                found = optimizer.gradients()
+                assert torch.equal(found["often.weight"], wanted), stage
+                assert plain.once.weight.grad is not None
+                assert torch.equal(found["once.weight"], plain.once.weight.grad.float()), stage
 
 
 def test_gradients_of_several_uses_are_summed_in_fp32() -> None:
     run_ranks(_of_uses, 1, debug="OFF")
+
+
+def _nothing_between(rank: int, world: int) -> None:
+    """Gradients that are not finite, dropped, leave nothing behind between parameters, where a bucket is aligned."""
+    for stage in range(2):
+        model = _Model()
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=stage, precision="fp32"))
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        booster.backward(boosted(torch.full((4, 16), torch.nan), 0), optimizer)
+        optimizer.clip_grad_by_value(1.0)
+        optimizer.clip_grad_by_norm(1.0)  # multiplies by NaN
+        optimizer.zero_grad()
+        plain = copy.deepcopy(model)
+        x = torch.ones(4, 16)
+        booster.backward(boosted(x, 0), optimizer)
+        plain(x, 0).backward()
+        wanted = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+        torch.testing.assert_close(torch.tensor(optimizer.get_grad_norm()), wanted)
+
+
+def test_gradients_that_are_not_finite_are_forgotten() -> None:
+    run_ranks(_nothing_between, 1, debug="OFF")
+
+
+def _looked_at(rank: int, world: int) -> None:
+    """Hooks that look at gradients of others, as those of modules do, put another in the place, or drop one; a
+    gradient that is there before backward.
+    """
+    for stage in range(2):
+        for kind in ("module", "replace", "drop"):
+            plain = _Model().double()
+            model = copy.deepcopy(plain)
+            reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+            booster = Booster(plugin=HybridParallelPlugin(zero_stage=stage, precision="fp32"))
+            with keep_float64():
+                optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                boosted, optimizer, *_ = booster.boost(model, optim)
+            seen: dict[nn.Module, list[Tensor | None]] = {plain: [], model: []}
+            for one in (plain, model):
+                if kind == "module":
+                    one.sometimes.register_full_backward_hook(partial(_look, seen[one], one.last))
+                else:
+                    hook = partial(_put, drops=kind == "drop", count=[])
+                    one.sometimes.weight.register_post_accumulate_grad_hook(hook)
+            for step in range(2):
+                for part in range(3):
+                    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3 * step + part)).double()
+                    if part == 0:
+                        for one in (plain, model):
+                            one.last.weight.grad = torch.full_like(one.last.weight, 0.1)
+                    with nullcontext() if part == 2 else optimizer.no_sync():
+                        booster.backward(boosted(x, 1), optimizer)
+                    plain(x, 1).backward()
+                for each in (optimizer, reference):
+                    each.step()
+                    each.zero_grad()
+            assert len(seen[plain]) == (12 if kind == "module" else 0)
+            torch.testing.assert_close(seen[model], seen[plain], rtol=1e-10, atol=1e-10)
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def _look(seen: list[Tensor | None], last: nn.Linear, module: nn.Linear, *_: object) -> None:
+    seen += [None if grad is None else grad.clone() for grad in (module.weight.grad, last.weight.grad)]
+
+
+def _put(param: Tensor, drops: bool, count: list[int]) -> None:
+    count.append(0)
+    assert param.grad is not None
+    if not drops:
+        param.grad = param.grad * 2
+    elif len(count) in (2, 4, 5, 6):  # one in the middle of a step, and all of a step
+        param.grad = None
+
+
+def test_hooks_look_at_gradients_as_in_plain_torch() -> None:
+    run_ranks(_looked_at, 1, debug="OFF")
+
+
+class _Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(200, 100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bth,oh->bto", x, self.weight).square().mean()
+
+
+def _of_other_strides(rank: int, world: int) -> None:
+    x = torch.randn(2, 4, 100, generator=torch.Generator().manual_seed(1))
+    plain = _Transposed()
+    plain(x).backward()
+    plain(x).backward()
+    model = _Transposed()
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32"))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    for _ in range(2):
+        optimizer.zero_grad()
+        with Operators() as operators, optimizer.no_sync():
+            booster.backward(boosted(x), optimizer)
+            booster.backward(boosted(x), optimizer)
+        assert operators.counts["clone"] == operators.counts["copy_"] == 0, operators.counts
+        assert plain.weight.grad is not None
+        torch.testing.assert_close(optimizer.gradients()["weight"], plain.weight.grad)
+
+
+def test_gradients_of_other_strides_are_not_cloned() -> None:
+    run_ranks(_of_other_strides, 1, debug="OFF")
