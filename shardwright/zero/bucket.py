@@ -180,9 +180,13 @@ class Bucket:
             for slot in self.grad_views:
                 self._point_at(slot)
 
-    def show_sums(self) -> None:
-        """Have autograd add to the views of `grads`, as .grad of the parameters, until gradients are forgotten."""
+    def show_sums(self, of: Collection[int] | None = None) -> None:
+        """Have autograd add to the views of `grads`, as .grad of the parameters (of all entries, or of those with these
+        numbers), until gradients are forgotten.
+        """
         for slot, view in self.grad_views.items():
+            if of is not None and slot.entry.index not in of:
+                continue
             if (own := own_gradient(slot.entry.param)) is not None and own is not view:
                 self.collect(slot)  # what a script has put there
             self._point_at(slot)

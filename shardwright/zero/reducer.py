@@ -561,6 +561,8 @@ class GradReducer:
         self.settle()
         for bucket in self.buckets:
             bucket.forget_gradients()
+            if self._kept:
+                bucket.show_sums(self._kept)
         for window in self._windows.values():
             window.close()
         self._fresh, self._ending = False, True

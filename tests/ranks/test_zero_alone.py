@@ -248,3 +248,26 @@ def _of_other_strides(rank: int, world: int) -> None:
 
 def test_gradients_of_other_strides_are_not_cloned() -> None:
     run_ranks(_of_other_strides, 1, debug="OFF")
+
+
+def _zeros(rank: int, world: int) -> None:
+    plain = _Model()
+    model = copy.deepcopy(plain)
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32"))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    reference = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    for keeps in (True, False, True):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(int(keeps)))
+        booster.backward(boosted(x, 1), optimizer)
+        plain(x, 1).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad(set_to_none=not keeps)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, torch.zeros_like(mine))
+
+
+def test_gradients_are_shown_as_zeros_where_they_are_kept() -> None:
+    run_ranks(_zeros, 1, debug="OFF")
