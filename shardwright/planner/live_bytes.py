@@ -25,10 +25,12 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Point(NamedTuple):
-    """grown  bytes of memory that an operator was the first to touch
-    held   bytes by label, behind it"""
+    """grown   bytes of memory that an operator was the first to touch
+    filled  bytes by which known memory has become larger since the point before
+    held    bytes by label, behind it"""
 
     grown: int
+    filled: int
     held: Counter[Hashable]
 
 
@@ -81,6 +83,7 @@ class LiveBytes(TorchDispatchMode):
         self._met: dict[int, _Met] = {}
         self._looked_at = looked_at
         self._bound = 0  # there are no more than this now
+        self._filled = 0  # since the last point
         self.most = 0
         self.by_label: Counter[Hashable] = Counter()
         self.during = ""
@@ -99,8 +102,9 @@ class LiveBytes(TorchDispatchMode):
             if kwargs:
                 large |= self._look(kwargs)
         if large and self.points is not None:
-            self.points.append(Point(self._bound - before, self.holdings()))
-            self._bound = sum(self.points[-1].held.values())
+            grown, held = self._bound - before, self.holdings()
+            self.points.append(Point(grown, self._filled, held))
+            self._bound, self._filled = sum(held.values()), 0
         elif large and self._bound > self.most:
             now = self.bytes()
             if now > self.most:
@@ -133,6 +137,7 @@ class LiveBytes(TorchDispatchMode):
         if met is not None and not met.reference.expired():
             if not met.on_host:
                 self._bound += max(size - met.size, 0)
+                self._filled += max(size - met.size, 0)
             met.size = size
             return False
         label = self._label() if self._label is not None else None
@@ -179,6 +184,8 @@ class LiveBytes(TorchDispatchMode):
                 del self._met[key]
             elif not met.on_host:
                 found[met.label] += size
+                self._filled += max(size - met.size, 0)
+                met.size = size
         return found
 
     def relabel(self, label: Hashable) -> None:

@@ -33,10 +33,12 @@ from .fakes import Fakes
 from .holders import KEPT, Holders
 from .live_bytes import LiveBytes
 from .places import Place, like, places
-from .repeats import Class, More, extend
+from .repeats import Class, More, extend, is_steady
 from .replay import LOOKED_AT, Book, Job, Peak, counts_host, joined, replay
 from .segments import BEFORE, OPTIMIZER, Amounts, Segment, Segments
-from .shorter import NotShorterError, Shorter, changes, kinds_of, microbatches_left, shorten, shorter
+from .shorter import SEEN, NotShorterError, Shorter, changes, kinds_of, microbatches_left, shorten, shorter
+
+_MOST_SEEN = 32  # layers that are replayed where two are not enough
 
 
 class Found(NamedTuple):
@@ -123,24 +125,34 @@ class _Peaks:
         """One of every class of ranks is replayed; those that lie between the first and the last are mostly alike."""
         by_class: dict[Hashable, list[_Rank]] = {}
         found = []
+        for rank in range(self._real.plan.placement.num_ranks):
+            seen = SEEN
+            replayed, further = self._of_rank(rank, seen, by_class)
+            while seen < _MOST_SEEN and not all(replayed[0].is_steady(other) for other in replayed[1:]):
+                seen *= 2
+                replayed, further = self._of_rank(rank, seen, by_class)
+            self._replayed[rank] = replayed, further
+            found.append(_peak(self._real, rank, replayed, further, rough))
+        return found
+
+    def _of_rank(
+        self, rank: int, seen: int, by_class: dict[Hashable, list[_Rank]]
+    ) -> tuple[list[_Rank], list[tuple[int, ...]]]:
+        """With so many layers of a kind: see `_peak`."""
         plan, kinds = self._real.plan, self._real.kinds
         count = plan.placement.num_ranks
-        for rank in range(count):
-            layout = shorter(plan, kinds, rank)
-            place = layout.ranks.index(rank)
-            stages = [layout.stages[stage] for stage in layout.placement.stages_of(place)]
-            own = [
-                (stage.whole, stage.selective, len(stage.further), [kinds[unit] for unit in stage.kept])
-                for stage in stages
-            ]
-            key = (rank == 0, rank == count - 1, str(own)) if len(layout.ranks) < count else rank
-            if key not in by_class:
-                groups = range(max(len(stage.further) for stage in stages))
-                layouts = [layout, *(shorter(plan, kinds, rank, group) for group in groups)]
-                by_class[key] = [self._replay(each, place) for each in layouts]
-            self._replayed[rank] = by_class[key], [stage.further for stage in stages]
-            found.append(_peak(self._real, rank, *self._replayed[rank], rough))
-        return found
+        layout = shorter(plan, kinds, rank, seen=seen)
+        place = layout.ranks.index(rank)
+        stages = [layout.stages[stage] for stage in layout.placement.stages_of(place)]
+        own = [
+            (stage.whole, stage.selective, len(stage.further), [kinds[unit] for unit in stage.kept]) for stage in stages
+        ]
+        key = (seen, rank == 0, rank == count - 1, str(own)) if len(layout.ranks) < count else (seen, rank)
+        if key not in by_class:
+            groups = range(max(len(stage.further) for stage in stages))
+            layouts = [layout, *(shorter(plan, kinds, rank, group, seen) for group in groups)]
+            by_class[key] = [self._replay(each, place) for each in layouts]
+        return by_class[key], [stage.further for stage in stages]
 
     def curve(self, rank: int) -> Curve:
         """Behind `found`."""
@@ -218,6 +230,12 @@ class _Rank:
         self.by_place = dict(zip(own, actions, strict=True))
         self.count = Counter(place.sort for place in own)
         self.batch = batch
+
+    def is_steady(self, other: _Rank) -> bool:
+        """See `repeats.is_steady`; `other` has a layer more."""
+        actions = [(segment, other.by_place[place]) for place, segment in self.by_place.items()]
+        pairs = [(self.before, other.before), *actions, *zip(self.behind, other.behind, strict=True)]
+        return all(is_steady(*pair) for pair in pairs)
 
     def relabelled(self, labels: Mapping[Hashable, int]) -> None:
         """Use these places for labels."""

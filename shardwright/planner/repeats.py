@@ -7,6 +7,10 @@ number.
 What is held at a point that lies as far from the start in both, or as far from the end, rises evenly with the number of
 layers. Points of layers in the middle lie between those of the first and the last ones. Where the two do not allocate
 alike, as where a bound decides what waits, the highest of each is taken to rise evenly (`Class.rough`).
+
+Weights of layers that are gathered some layers ahead (ZeRO-3) are there for a few layers at a time, however many there
+are. A layer that finds as many gathered as one in the middle does needs that many beside it: with fewer, there is none
+that lies both as far from the start and as far from the end in the two (`is_steady`).
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class Class(NamedTuple):
 
     change  behind it
     top     where there is most of all
-    rough   whether layers did not do the same one after the other
+    rough   whether layers did not do the same one after the other, or too few of them
     """
 
     change: Amounts
@@ -69,7 +73,27 @@ def extend(segment: Segment, more: Sequence[More]) -> Class:
             held, valid = held + each.number * rise, valid & known
         every.append(held[valid])
     found = np.concatenate(every)
-    return Class(end, found[found.sum(-1).argmax()])
+    rough = not all(is_steady(segment, each.segment) for each in more)
+    return Class(end, found[found.sum(-1).argmax()], rough)
+
+
+def is_steady(one: Segment, other: Segment) -> bool:
+    """Whether `one`, which has a layer less than `other`, has enough of them for one in the middle to be among them,
+    as far as can be seen.
+    """
+    if not any(other.filled):
+        return True
+    try:
+        (_, alike), (_, alike_behind) = _slopes(one, other)
+    except NotPeriodicError:
+        return False
+    return int((alike & alike_behind).sum()) >= len(other.grown) - len(one.grown)
+
+
+def _made(segment: Segment) -> Amounts:
+    """What its points are known by, [points, 2]."""
+    filled = segment.filled or [0] * len(segment.grown)
+    return np.stack([np.array(each, dtype=np.int64) for each in (segment.grown, filled)], axis=-1)
 
 
 def _top(segment: Segment) -> Amounts:
@@ -82,12 +106,12 @@ def _slopes(one: Segment, other: Segment) -> list[tuple[Amounts, Amounts]]:
     """How much higher every point lies with another layer, [points, labels], and whether that is known: of points
     counted from the start, and from the end.
     """
-    first, second = np.array(one.grown, dtype=np.int64), np.array(other.grown, dtype=np.int64)
+    first, second = _made(one), _made(other)
     count, further = len(first), len(second) - len(first)
     if further < 0:
         raise NotPeriodicError
-    alike = np.cumprod(first == second[:count]).astype(bool)
-    alike_behind = np.cumprod((first == second[further:])[::-1])[::-1].astype(bool)
+    alike = np.cumprod((first == second[:count]).all(-1)).astype(bool)
+    alike_behind = np.cumprod((first == second[further:]).all(-1)[::-1])[::-1].astype(bool)
     if not (alike | alike_behind).all():
         raise NotPeriodicError
     mine, others = one.points - one.start, other.points - other.start

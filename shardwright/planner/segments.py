@@ -31,7 +31,9 @@ class Segment:
 
     name    an action, or a part of the step
     start   bytes by label at its start, [labels]
-    grown   bytes that were new at each of its points
+    grown   bytes that were new at each of its points, and
+    filled  those by which memory that had been emptied was filled again before it: of layers that are gathered one by
+            one, none where a pipeline gathers all of a chunk at once
     points  bytes by label there, [points, labels], and
     end     at its end
     """
@@ -41,6 +43,7 @@ class Segment:
     grown: list[int] = field(default_factory=list)
     points: Amounts = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     end: Amounts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    filled: list[int] = field(default_factory=list)
 
 
 class Segments:
@@ -53,6 +56,7 @@ class Segments:
         self.labels: list[Hashable] = []
         self._raw: list[tuple[Action | str, Counter[Hashable], list[Point]]] = []
         self._listens = False
+        self._is_cut = True
 
     # As the runtime calls a `Recorder`.
 
@@ -93,6 +97,7 @@ class Segments:
 
     def follow(self, executor: Any) -> None:
         """Of a model that is not cut: forwards and backwards of microbatches, as if a schedule had them."""
+        self._is_cut = False
         forward, backward = executor.forward, executor._backward
         number = 0
 
@@ -128,5 +133,6 @@ class Segments:
         ends = [array(start) for _, start, _ in self._raw[1:]] + [array(last)]
         for (name, start, points), end in zip(self._raw, ends, strict=True):
             stacked = np.stack([array(point.held) for point in points]) if points else np.zeros((0, len(labels)), int)
-            self.done.append(Segment(name, array(start), [point.grown for point in points], stacked, end))
+            grown, filled = [point.grown for point in points], [0 if self._is_cut else point.filled for point in points]
+            self.done.append(Segment(name, array(start), grown, stacked, end, filled))
         self._raw.clear()

@@ -19,7 +19,7 @@ from ..pipeline.planning.placement import Placement
 from ..pipeline.schedules import splits_backward
 from ..plugins import HybridParallelPlugin
 
-SEEN = 2  # equal layers that are left: the first and the last
+SEEN = 2  # equal layers that are left: the first and the last, where those between find nothing else than they do
 _LONGEST_PATTERN = 6  # layers of different kinds that take turns
 _COUNTS = (*LAYERS, "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers")
 _NUMBERS = ("layer_idx", "layer_id", "index", "idx")  # by which equal layers differ
@@ -63,9 +63,9 @@ class Shorter:
         return frozenset(unit for stage in self.stages for unit in stage.kept)
 
 
-def shorter(plan: CutPlan, kinds: Sequence[Hashable], rank: int, more: int | None = None) -> Shorter:
+def shorter(plan: CutPlan, kinds: Sequence[Hashable], rank: int, more: int | None = None, seen: int = SEEN) -> Shorter:
     """For the real `rank`; `kinds` are equal for layers that do the same. `more`: the number of a group, in every
-    stage, that has one layer more.
+    stage, that has one layer more. `seen`: equal layers that are left.
     """
     real = plan.placement
     count = min(real.num_ranks, ranks_left(plan.pp_style))
@@ -80,7 +80,7 @@ def shorter(plan: CutPlan, kinds: Sequence[Hashable], rank: int, more: int | Non
     for stage in range(placement.num_stages):
         at = ranks[placement.rank_of(stage)]
         own = real.stage_of(at, placement.chunk_of(stage))
-        stages.append(stage_of(plan.stages[own], plan.checkpointed[at].of(own), kinds, more))
+        stages.append(stage_of(plan.stages[own], plan.checkpointed[at].of(own), kinds, more, seen))
     return Shorter(tuple(ranks), placement, tuple(stages))
 
 
@@ -93,7 +93,9 @@ def microbatches_left(pp_style: str, ranks: int) -> int:
     return 2 * ranks + 2 if splits_backward(pp_style) else max(3, ranks)
 
 
-def stage_of(units: range, again: tuple[int, int], kinds: Sequence[Hashable], more: int | None) -> Stage:
+def stage_of(
+    units: range, again: tuple[int, int], kinds: Sequence[Hashable], more: int | None, seen: int = SEEN
+) -> Stage:
     """What is left of a stage with these units, the first of which are recomputed as a whole, the next in part; see
     `shorter`.
     """
@@ -106,7 +108,7 @@ def stage_of(units: range, again: tuple[int, int], kinds: Sequence[Hashable], mo
         start = group.start
         while start < group.stop:
             length, pattern = _run(kinds[start : group.stop])
-            left = length if length <= SEEN * pattern else SEEN * pattern + length % pattern
+            left = length if length <= seen * pattern else seen * pattern + length % pattern
             if left < length:
                 further.append((length - left) // pattern)
                 left += pattern if len(further) - 1 == more else 0

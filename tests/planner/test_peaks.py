@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from shardwright.planner.repeats import More, extend
+from shardwright.planner.repeats import More, extend, is_steady
 from shardwright.planner.segments import Segment
 from shardwright.testing.peaks import Case, compare_shorter, draw_deep
 
@@ -39,6 +39,40 @@ def test_a_segment_of_many_layers_follows_from_two_and_three() -> None:
     assert not found.rough
     assert found.change.tolist() == (real.end - real.start).tolist() == [70]
     assert found.top.tolist() == [int((real.points - real.start).max())] == [150]
+
+
+def _gathered(layers: int, ahead: int) -> Segment:
+    """A backward: 10 of each layer go, 30 are there while it runs, and it finds weights of 4 of those ahead beside its
+    own.
+    """
+    held, there = 100 * layers, 0
+    filled, points = list[int](), list[int]()
+    for left in range(layers - 1, -1, -1):
+        window = min(ahead, left) + 1
+        filled.append(4 * (window - there))
+        points.append(held + 4 * window + 30)
+        held, there = held - 10, window - 1
+    return Segment("some", np.array([100 * layers]), [30] * layers, np.array(points)[:, None], np.array([held]), filled)
+
+
+def test_layers_that_are_gathered_ahead_are_seen_until_one_has_all_of_them_beside_it() -> None:
+    steady = {seen for seen in range(2, 9) if is_steady(_gathered(seen, 3), _gathered(seen + 1, 3))}
+    assert steady == {5, 6, 7, 8}
+    assert is_steady(_gathered(2, 0), _gathered(3, 0))
+    for seen, exact in ((2, False), (5, True), (8, True)):
+        found, real = extend(_gathered(seen, 3), [More(_gathered(seen + 1, 3), 16 - seen)]), _gathered(16, 3)
+        assert found.rough != exact
+        assert found.change.tolist() == (real.end - real.start).tolist() == [-160]
+        assert (found.top.tolist() == [int((real.points - real.start).max())] == [46]) == exact
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("recomputed", [0.0, 1.0])
+def test_peaks_where_weights_are_gathered_ahead(recomputed: float) -> None:
+    options = {"precision": "bf16", "zero_stage": 3, "gather_ahead": 2}
+    ((found, note),) = compare_shorter(Case("llama-causal-lm", options, recomputed, 9), world=2)
+    assert note == ""
+    assert found.replayed == pytest.approx(found.measured, abs=64)
 
 
 @pytest.mark.sweep
