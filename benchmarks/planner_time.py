@@ -3,10 +3,11 @@
     shardwright calibrate --device cpu -o calibration.json
     python benchmarks/planner_time.py calibration.json [--rounds 5] [--out figures.json]
 
-A Llama is trained on one global batch in twenty layouts of one, two and four ranks; those of as many ranks take turns
-step by step. Printed are the medians of the wall time of a step (the slowest rank's) and of its processor time (summed
-over ranks), beside what is predicted of both, and how alike the orders are (Kendall's tau: 1 is the same, 0 none). On a
-busy machine look at the processor times, since ranks that share cores with others take longer.
+A Llama is trained on one global batch in twenty layouts of one, two and four ranks; those of as many ranks take turns,
+some steps at a time, as a job's weights lie in the caches from step to step. Printed are the medians of the wall time
+of a step (the slowest rank's) and of its processor time (summed over ranks), beside what is predicted of both, and how
+alike the orders are (Kendall's tau: 1 is the same, 0 none). On a busy machine look at the processor times, since ranks
+that share cores with others take longer.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.testing import run_ranks
 
 SAMPLES, LENGTH = 8, 64  # of a step, on all ranks
+IN_A_ROW = 5  # steps of a turn
 CONFIG = LlamaConfig(
     vocab_size=1024,
     hidden_size=192,
@@ -103,12 +105,13 @@ def measure(rank: int, world: int, layouts: dict[str, dict[str, Any]], rounds: i
         own = batch(SAMPLES // replicas(world, options))
 
         def step(number: int, booster: Any = booster, model: Any = model, optim: Any = optim, own: Any = own) -> None:
-            booster.execute_pipeline(iter([own]), model, lambda outputs, _: loss_of(outputs), optim)
-            optim.step()
-            optim.zero_grad()
+            for _ in range(IN_A_ROW):
+                booster.execute_pipeline(iter([own]), model, lambda outputs, _: loss_of(outputs), optim)
+                optim.step()
+                optim.zero_grad()
 
         steps[name] = step
-    return Turns.take(steps, rounds, warm_up=2)
+    return Turns.take(steps, rounds, warm_up=1)
 
 
 def predict(world: int, options: dict[str, Any], calibration: str) -> tuple[float, float]:
@@ -138,10 +141,10 @@ def main() -> None:
         for name, options in layouts.items():
             wall, cpu = predict(world, options, given.calibration)
             rows[name] = {
-                "wall": median(taken.wall[name]),
-                "least wall": min(taken.wall[name]),
+                "wall": median(taken.wall[name]) / IN_A_ROW,
+                "least wall": min(taken.wall[name]) / IN_A_ROW,
                 "predicted wall": wall,
-                "cpu": median(taken.cpu[name]),
+                "cpu": median(taken.cpu[name]) / IN_A_ROW,
                 "predicted cpu": cpu,
             }
     print(f"{'ms of a step':32}{'wall':>9}{'least':>9}{'predicted':>11}{'off':>8}{'CPU':>9}{'predicted':>11}{'off':>8}")

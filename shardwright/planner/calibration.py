@@ -54,8 +54,8 @@ class Calibration:
     products, attention   by dtype; `moving`: elementwise operators, norms and copies
     optimizer   AdamW; `moved` are elements
     collectives by name, and messages between two ranks; empty where there was one device
-    whole       on CPUs, by ranks (as text, for JSON): what their processors take for a step, over what is told from all
-                the rest. Operators one by one find in the caches what a step has to fetch
+    whole       on CPUs, by ranks (as text, for JSON): what operators take in a step over what they take one by one, and
+                what the host takes over what it was measured to take (see `measure_steps`)
     """
 
     device: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Calibration:
     optimizer: Sequence[Point]
     collectives: Mapping[str, Sequence[Point]]
     messages: Sequence[Point]
-    whole: Mapping[str, float] = field(default_factory=dict)
+    whole: Mapping[str, Sequence[float]] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -131,7 +131,7 @@ def _check(found: Calibration) -> None:
         if not float(found.host[name]) >= 0:
             raise ValueError(f"host.{name} is {found.host[name]!r}")
     for ranks, times in found.whole.items():
-        if not (int(ranks) > 0 and 0 < float(times) < math.inf):
+        if not (int(ranks) > 0 and len(times) == 2 and all(0 <= float(each) < math.inf for each in times)):
             raise ValueError(f"whole.{ranks} is {times!r}")
     if not (found.products and found.attention and found.moving and found.optimizer):
         raise ValueError("a table is empty")
@@ -198,13 +198,11 @@ class CalibratedMachine(Machine):
         return _by_ranks(point._replace(seconds=point.busy) for point in every if point.busy > 0)
 
     @cached_property
-    def _whole(self) -> float:
-        """What operators take in a step, over what they take apart."""
-        found = {int(ranks): times for ranks, times in self.calibration.whole.items()}
-        return found[_nearest(found, self.ranks)] if found else 1.0
+    def _whole(self) -> tuple[float, float]:
+        return _whole(self.calibration, self.ranks)
 
     def computing(self, calls: Mapping[Operator, float]) -> float:
-        return self._whole * sum(
+        return self._whole[0] * sum(
             count * self._tables[kind].seconds(flops if kind != "other" else 0, moved)
             for (kind, flops, moved, _), count in calls.items()
             if kind in COMPUTED
@@ -213,7 +211,7 @@ class CalibratedMachine(Machine):
     def starting(self, calls: Mapping[Operator, float], backward: bool = False) -> float:
         """What the host takes for these operators; a GPU computes meanwhile."""
         host = self.calibration.host["backward" if backward else "forward"]
-        taken = self._whole * host * sum(count for call, count in calls.items() if call.kind in COMPUTED)
+        taken = self._whole[1] * host * sum(count for call, count in calls.items() if call.kind in COMPUTED)
         if self.calibration.device["type"] == "cpu":
             return taken
         return max(taken - self.computing(calls), 0.0)
@@ -259,6 +257,13 @@ def _nearest(known: Iterable[int], ranks: int) -> int:
     return min(known, key=lambda number: abs(math.log2(number / ranks)))
 
 
+def _whole(found: Calibration, ranks: int) -> tuple[float, float]:
+    """Of operators, and of the host, in jobs of so many ranks."""
+    known = {int(number): times for number, times in found.whole.items()}
+    operators, host = known[_nearest(known, ranks)] if known else (1.0, 1.0)
+    return operators, host
+
+
 def _host(found: Mapping[str, float]) -> Host:
     """What was measured of it: nothing with one rank."""
     hooks, replicas = ((found.get(name, 0.0), found.get(f"gathering {name}", 0.0)) for name in ("hooks", "replicas"))
@@ -302,7 +307,9 @@ def calibrated(
         links = (inside or _CPU_LINK) * 1e9
         machine = replace(machine, inside=links, between=between * 1e9 if between else links)
         known |= {"per_node": per_node or world_size, "cores": found.device["cores"], "device": "cpu"}
-        known |= {"around": found.host["around"], "step": found.host["step"], "host": _host(found.host)}
+        _, times = _whole(found, world_size)
+        host = {name: times * seconds for name, seconds in found.host.items()}
+        known |= {"around": host["around"], "step": host["step"], "host": _host(host)}
     else:
         name, own = like_device((found.device["name"], found.device["memory"] / GIB))
         if gpu is not None and gpu != name:

@@ -1,16 +1,22 @@
 """What steps of whole models take on CPU ranks, over what is predicted from a calibration without them.
 
-    shares(calibration, measured)       measured: by ranks, `seconds`
+    shares(calibration, measured)       measured: by ranks, what `seconds` returns
 
 One after the other in a loop, operators find their operands in the caches; in a step they fetch them, and memory that
-the allocator has from the system. How much longer that takes is measured on a model, and counts for every other.
+the allocator has from the system. The host, too, was measured in a loop, on busy cores. Two models tell how much longer
+or shorter either takes: one whose operators are large, and one that keeps the host busy.
+
+    measured = operators * (seconds of operators) + host * (seconds of the host) + (what is sent)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,25 +28,56 @@ from .measure import Size, step_seconds
 from .replay import Job
 from .step_times import step_times
 
-_SAMPLES, _LENGTH, _WORDS = 4, 128, 1024  # of a rank
+
+class _Reference(NamedTuple):
+    """A Llama, and its batch of a rank."""
+
+    width: int
+    length: int
+
+
+_REFERENCES = (_Reference(256, 128), _Reference(64, 16))
+_SAMPLES, _WORDS = 4, 1024
 _OPTIONS: dict[str, Any] = {"zero_stage": 1, "num_microbatches": 2}
+_LEAST, _MOST = 0.25, 4.0  # times; beyond, it is the measurement that is wrong
 
 
-def seconds(rank: int, world: int, size: Size) -> float:
-    """Of a rank's processor, for a step without the optimizer's: the mean over the job, whose rank this process is."""
-    everywhere = [0.0] * world
-    own = step_seconds(_model(), _batch(rank), size, **_OPTIONS)
+def seconds(rank: int, world: int, size: Size) -> list[float]:
+    """By reference: of a rank's processor, for a step without the optimizer's, the mean over the job, whose rank this
+    process is.
+    """
+    own = [step_seconds(_model(reference), _batch(reference, rank), size, **_OPTIONS) for reference in _REFERENCES]
+    everywhere = [own] * world
     dist.all_gather_object(everywhere, own)
-    return sum(everywhere) / world
+    return [sum(each) / world for each in zip(*everywhere, strict=True)]
 
 
-def shares(found: Calibration, measured: Mapping[int, float]) -> dict[str, float]:
+def shares(found: Calibration, measured: Mapping[int, Sequence[float]]) -> dict[str, list[float]]:
     """`Calibration.whole`. This process must be in no process group."""
-    return {str(world): taken / _predicted(found, world) for world, taken in measured.items()}
+    return {str(world): _shares(found, world, taken) for world, taken in measured.items()}
 
 
-def _predicted(found: Calibration, world: int) -> float:
-    times = step_times(Job(_plugin, _lazy, _adamw, _batch(0)), world, calibrated(found, "fp32", world))
+def _shares(found: Calibration, world: int, taken: Sequence[float]) -> list[float]:
+    """Of operators and of the host."""
+
+    def predicted(operators: float, host: float) -> Any:
+        known = replace(found, whole={str(world): (operators, host)})
+        return np.array([_predicted(known, world, reference) for reference in _REFERENCES])
+
+    sent = predicted(0.0, 0.0)
+    terms = np.stack([predicted(1.0, 0.0) - sent, predicted(0.0, 1.0) - sent], axis=1)
+    own = np.array(taken) - sent
+    if abs(np.linalg.det(terms)) > 1e-3 * np.abs(terms).max() ** 2:
+        times = np.linalg.solve(terms, own)
+        if (times > _LEAST).all() and (times < _MOST).all():
+            return [float(each) for each in times]
+    both = float(own.sum() / terms.sum())  # what the two models do cannot be told apart
+    return [both, both]
+
+
+def _predicted(found: Calibration, world: int, reference: _Reference) -> float:
+    job = Job(_plugin, partial(_lazy, reference), _adamw, _batch(reference, 0))
+    times = step_times(job, world, calibrated(found, "fp32", world))
     return times.processor - times.behind["optimizer"]
 
 
@@ -48,14 +85,14 @@ def _plugin(**changes: Any) -> HybridParallelPlugin:
     return HybridParallelPlugin(**{"precision": "fp32", **_OPTIONS, **changes})
 
 
-def _model() -> nn.Module:
+def _model(reference: _Reference) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=_WORDS,
-        hidden_size=256,
-        intermediate_size=704,
+        hidden_size=reference.width,
+        intermediate_size=11 * reference.width // 4,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -63,15 +100,16 @@ def _model() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def _lazy() -> nn.Module:
+def _lazy(reference: _Reference) -> nn.Module:
     with LazyInitContext():
-        return _model()
+        return _model(reference)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-def _batch(begin: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, _WORDS, (_SAMPLES, _LENGTH), generator=torch.Generator().manual_seed(begin))
+def _batch(reference: _Reference, begin: int) -> dict[str, torch.Tensor]:
+    numbers = torch.Generator().manual_seed(begin)
+    ids = torch.randint(0, _WORDS, (_SAMPLES, reference.length), generator=numbers)
     return {"input_ids": ids, "labels": ids}
