@@ -130,7 +130,7 @@ def _measure(args: argparse.Namespace) -> int:
             **found,
         )
         if whole:
-            calibration = replace(calibration, whole=shares(calibration, whole))
+            calibration = replace(calibration, whole=shares(_wide, calibration, whole))
         write(calibration, args.output)
         if not collectives:
             print("no collectives and messages were measured, with one rank: plans take links from the table")
@@ -167,7 +167,7 @@ def _steps(rank: int, world: int, directory: str, size: Any) -> list[float]:
     from ..planner.measure_steps import seconds
 
     with _joined(rank, world, f"{directory}/steps-{world}"):
-        return seconds(rank, world, size)
+        return seconds(_wide, rank, world, size)
 
 
 @contextmanager
@@ -221,6 +221,23 @@ def _model() -> Callable[[int], Any]:
 
     _, settings = PRESETS["llama-tiny"]
     return lambda layers: LlamaForCausalLM(LlamaConfig(**{**settings, "num_hidden_layers": layers}))
+
+
+def _wide(width: int, words: int) -> Any:
+    """A Llama of three layers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=words,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    return LlamaForCausalLM(config)
 
 
 def _batch(samples: int, device: Any, begin: int = 0) -> dict[str, Any]:

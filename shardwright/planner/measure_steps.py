@@ -1,6 +1,6 @@
 """What steps of whole models take on CPU ranks, over what is predicted from a calibration without them.
 
-    shares(calibration, measured)       measured: by ranks, what `seconds` returns
+    shares(make_model, calibration, measured)       measured: by ranks, what `seconds` returns
 
 One after the other in a loop, operators find their operands in the caches; in a step they fetch them, and memory that
 the allocator has from the system. The host, too, was measured in a loop, on busy cores. Two models tell how much longer
@@ -11,7 +11,7 @@ or shorter either takes: one whose operators are large, and one that keeps the h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,9 +28,11 @@ from .measure import Size, step_seconds
 from .replay import Job
 from .step_times import step_times
 
+MakeModel = Callable[[int, int], nn.Module]  # of a width, and so many words
+
 
 class _Reference(NamedTuple):
-    """A Llama, and its batch of a rank."""
+    """A model, and its batch of a rank."""
 
     width: int
     length: int
@@ -42,27 +44,30 @@ _OPTIONS: dict[str, Any] = {"zero_stage": 1, "num_microbatches": 2}
 _LEAST, _MOST = 0.25, 4.0  # times; beyond, it is the measurement that is wrong
 
 
-def seconds(rank: int, world: int, size: Size) -> list[float]:
+def seconds(model: MakeModel, rank: int, world: int, size: Size) -> list[float]:
     """By reference: of a rank's processor, for a step without the optimizer's, the mean over the job, whose rank this
     process is.
     """
-    own = [step_seconds(_model(reference), _batch(reference, rank), size, **_OPTIONS) for reference in _REFERENCES]
+    own = [
+        step_seconds(model(reference.width, _WORDS), _batch(reference, rank), size, **_OPTIONS)
+        for reference in _REFERENCES
+    ]
     everywhere = [own] * world
     dist.all_gather_object(everywhere, own)
     return [sum(each) / world for each in zip(*everywhere, strict=True)]
 
 
-def shares(found: Calibration, measured: Mapping[int, Sequence[float]]) -> dict[str, list[float]]:
+def shares(model: MakeModel, found: Calibration, measured: Mapping[int, Sequence[float]]) -> dict[str, list[float]]:
     """`Calibration.whole`. This process must be in no process group."""
-    return {str(world): _shares(found, world, taken) for world, taken in measured.items()}
+    return {str(world): _shares(model, found, world, taken) for world, taken in measured.items()}
 
 
-def _shares(found: Calibration, world: int, taken: Sequence[float]) -> list[float]:
+def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[float]) -> list[float]:
     """Of operators and of the host."""
 
     def predicted(operators: float, host: float) -> Any:
         known = replace(found, whole={str(world): (operators, host)})
-        return np.array([_predicted(known, world, reference) for reference in _REFERENCES])
+        return np.array([_predicted(model, known, world, reference) for reference in _REFERENCES])
 
     sent = predicted(0.0, 0.0)
     terms = np.stack([predicted(1.0, 0.0) - sent, predicted(0.0, 1.0) - sent], axis=1)
@@ -75,8 +80,8 @@ def _shares(found: Calibration, world: int, taken: Sequence[float]) -> list[floa
     return [both, both]
 
 
-def _predicted(found: Calibration, world: int, reference: _Reference) -> float:
-    job = Job(_plugin, partial(_lazy, reference), _adamw, _batch(reference, 0))
+def _predicted(model: MakeModel, found: Calibration, world: int, reference: _Reference) -> float:
+    job = Job(_plugin, partial(_lazy, model, reference), _adamw, _batch(reference, 0))
     times = step_times(job, world, calibrated(found, "fp32", world))
     return times.processor - times.behind["optimizer"]
 
@@ -85,24 +90,9 @@ def _plugin(**changes: Any) -> HybridParallelPlugin:
     return HybridParallelPlugin(**{"precision": "fp32", **_OPTIONS, **changes})
 
 
-def _model(reference: _Reference) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=_WORDS,
-        hidden_size=reference.width,
-        intermediate_size=11 * reference.width // 4,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _lazy(reference: _Reference) -> nn.Module:
+def _lazy(model: MakeModel, reference: _Reference) -> nn.Module:
     with LazyInitContext():
-        return _model(reference)
+        return model(reference.width, _WORDS)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
