@@ -77,7 +77,7 @@ def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[fl
         if (times > _LEAST).all() and (times < _MOST).all():
             return [float(each) for each in times]
     both = float(own.sum() / terms.sum())  # what the two models do cannot be told apart
-    return [both, both]
+    return [min(max(both, _LEAST), _MOST)] * 2
 
 
 def _predicted(model: MakeModel, found: Calibration, world: int, reference: _Reference) -> float:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwright.cli.main import main
 from shardwright.cluster.launch import launch
-from shardwright.planner import measure
+from shardwright.planner import measure, measure_steps
 from shardwright.planner.answer import search_arguments
 from shardwright.planner.calibration import FORMAT, Calibration, Point, Rates, calibrated, read, write
 from shardwright.planner.devices import device_of
@@ -179,6 +179,40 @@ def test_ranks_share_the_cores() -> None:
     assert sum(parts.values()) == pytest.approx(max((work + 8 * 3e-3) / 2, others))
     added = 3 * 9 * 4e6 / 1e9  # sums of gradients, which are read, too
     assert parts["computing"] == pytest.approx(4 * 8 * (2**26 / 10e9 + 1e-5) + 4 * 2e-3 + added, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        ((1.5 * 0.4 + 0.5 * 0.1 + 0.02, 1.5 * 0.1 + 0.5 * 0.2 + 0.02), [1.5, 0.5]),
+        ((2 * 0.5 + 0.02, 2 * 0.3 + 0.02), [2.0, 2.0]),
+        ((0.1, 0.9), [(1.0 - 0.04) / 0.8] * 2),  # operators would take less than nothing
+        ((0.01, 0.01), [0.25, 0.25]),
+    ],
+)
+def test_whole_steps_tell_operators_and_host_apart(
+    taken: tuple[float, float], expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two models, one of which has 0.4 s of operators and 0.1 of the host, and the other 0.1 and 0.2."""
+    own = dict(zip(measure_steps._REFERENCES, ((0.4, 0.1), (0.1, 0.2)), strict=True))
+
+    def predicted(model: Any, found: Calibration, world: int, reference: Any) -> float:
+        operators, host = found.whole["2"]
+        return operators * own[reference][0] + host * own[reference][1] + 0.02
+
+    monkeypatch.setattr(measure_steps, "_predicted", predicted)
+    found = measure_steps.shares(lambda *_: None, made(), {2: taken})  # type: ignore[arg-type,return-value]
+    assert found["2"] == pytest.approx(expected)
+
+
+def test_times_of_whole_steps_count_for_operators_and_host() -> None:
+    plain = made()
+    known = replace(plain, whole={"1": (3.0, 5.0), "8": (2.0, 0.5)})
+    call = {Operator("product", 2**26, 2**20): 1.0}
+    one, other = (calibrated(each, "fp32", world_size=6) for each in (plain, known))
+    assert other.computing(call) == pytest.approx(2 * one.computing(call))
+    assert other.starting(call) == pytest.approx(one.starting(call) / 2)
+    assert (other.step, other.around) == (one.step / 2, one.around / 2)
 
 
 def test_ranks_cost_what_being_one_of_several_costs() -> None:
