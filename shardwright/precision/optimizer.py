@@ -112,7 +112,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
     def backward(
         self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        with self._running_backward():
+        with self._running_backward([loss]):
             super().backward(self.scale_loss(loss), inputs=inputs, retain_graph=retain_graph)
 
     def backward_by_grad(
@@ -123,7 +123,7 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
         retain_graph: bool = False,
     ) -> None:
         """As in `OptimizerWrapper`; `grads` come from a scaled loss already."""
-        with self._running_backward():
+        with self._running_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors):
             super().backward_by_grad(tensors, grads, inputs=inputs, retain_graph=retain_graph)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,8 @@ class MixedPrecisionOptimizer(OptimizerWrapper):
             )
 
     @contextmanager
-    def _running_backward(self) -> Iterator[None]:
+    def _running_backward(self, roots: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, the backward of `roots` runs."""
         self._before_backward()
         self._has_gradients = True
         with ExitStack() as self.guests:

@@ -248,35 +248,18 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 self.guard.show(asks=self._has_gradients, watches=True)
 
     @contextmanager
-    def _running_backward(self) -> Iterator[None]:
+    def _running_backward(self, roots: Sequence[torch.Tensor]) -> Iterator[None]:
         if not self.reducer.launch_in_backward:
-            with super()._running_backward():
+            with super()._running_backward(roots):
                 yield
             return
+        self._grad_dtypes.look_at(roots)
         with self.plain_parameters():
             try:
-                with super()._running_backward():
+                with super()._running_backward(roots):
                     yield
             finally:
                 self.reducer.in_backward = False
-
-    def backward(
-        self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None, retain_graph: bool = False
-    ) -> None:
-        if self.reducer.launch_in_backward:
-            self._grad_dtypes.look_at([loss])
-        super().backward(loss, inputs=inputs, retain_graph=retain_graph)
-
-    def backward_by_grad(
-        self,
-        tensors: torch.Tensor | Sequence[torch.Tensor],
-        grads: torch.Tensor | Sequence[torch.Tensor | None] | None,
-        inputs: Sequence[torch.Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        if self.reducer.launch_in_backward:
-            self._grad_dtypes.look_at([tensors] if isinstance(tensors, torch.Tensor) else tensors)
-        super().backward_by_grad(tensors, grads, inputs=inputs, retain_graph=retain_graph)
 
     def _before_backward(self) -> None:
         if self.reducer.launch_in_backward or self.grad_state is not GradState.ACCUMULATING:

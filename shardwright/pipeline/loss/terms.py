@@ -30,7 +30,6 @@ from torch.overrides import TorchFunctionMode
 
 from ...ops.vocab_mode import sharded_cross_entropy
 from ...utils import pytree
-from ...utils.grad_fns import grad_fns_of
 from ...utils.objects import tensors_within
 from ..batch.microbatch import OTHER_ROWS, find_batch_dim, items_of
 from .elements import elements_of
@@ -60,6 +59,7 @@ from .functions import (
     operation,
     with_lost_weight,
 )
+from .grad_fns import grad_fns_of
 from .index import CREATORS, INDEX_RULES, NUMBERS, are_numbers, created, of_numbers
 from .products import PRODUCT_RULES
 from .rules import RULES, Call, elementwise, is_elementwise, recomputed
