@@ -272,7 +272,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--world-size {args.world_size} must be at most {_MOST_RANKS}: every rank has a place in memory"
         )
-    if args.target_len is not None and not (args.peak or args.html or args.search):
+    if args.target_len is not None and not (args.peak or args.html):
         raise ValueError(
             f"--target-len {args.target_len}: only a replayed step looks at it; add --peak, or leave it out"
         )

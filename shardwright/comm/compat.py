@@ -257,11 +257,13 @@ def differentiates_functions() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def hooks_of_all_modules() -> list[Callable[..., Any]]:
+_AROUND_CALLS = ("forward_pre", "forward", "backward_pre", "backward")
+
+
+def hooks_of_all_modules(kinds: Iterable[str] = _AROUND_CALLS) -> list[Callable[..., Any]]:
     """What `register_module_forward_hook` and its siblings have put around every module. Torch has no public name for
     it (2.11 to 2.13).
     """
-    kinds = ("forward_pre", "forward", "backward_pre", "backward")
     return [hook for kind in kinds for hook in getattr(modules, f"_global_{kind}_hooks").values()]
 
 
@@ -269,5 +271,5 @@ def has_backward_hooks(of: Iterable[nn.Module]) -> bool:
     """Whether a script has registered backward hooks on any of these modules, or on all. Torch has no public name for
     it (2.11 to 2.13).
     """
-    everywhere = modules._global_backward_hooks or modules._global_backward_pre_hooks
+    everywhere = hooks_of_all_modules(("backward_pre", "backward"))
     return bool(everywhere) or any(module._backward_hooks or module._backward_pre_hooks for module in of)

@@ -430,7 +430,7 @@ class Estimator:
         hidden, tp = self._samples(self._task.hidden), self._layout.tp
         if tp == 1:
             return hidden
-        return hidden / tp + 2 * hidden + hidden / tp if self._rates.along else 2 * hidden
+        return 2 * hidden * (1 + 1 / tp if self._rates.along else 1)
 
     @cached_property
     def _transient(self) -> tuple[float, float]:
