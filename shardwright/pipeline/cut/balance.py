@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
 from math import comb
 
@@ -63,8 +63,23 @@ class ChainCosts:
 
     def stages(self, bounds: Bounds) -> NDArray[np.float64]:
         """Time of all stages, [..., stages], for a microbatch forward and backward."""
+        if bounds.size > (len(self.forward) + 2) ** 2 and not self.by_stage:
+            return self._every[bounds[..., :-1] - ENTRY, bounds[..., 1:] - ENTRY]
         forward, again = self.parts(bounds)
         return 3 * forward + again
+
+    @property
+    def by_stage(self) -> bool:
+        """Whether equal stages may recompute different numbers of layers."""
+        return not (isinstance(self.recomputed, float | int) and isinstance(self.selective, float | int))
+
+    @cached_property
+    def _every(self) -> NDArray[np.float64]:
+        """Time of every stage that there could be, [start, end] from ENTRY on."""
+        low, high = np.meshgrid(*[np.arange(ENTRY, len(self.forward) + 1)] * 2, indexing="ij")
+        forward, again = self.parts(np.stack([low, np.maximum(low, high)], axis=-1))
+        found: NDArray[np.float64] = (3 * forward + again)[..., 0]
+        return found
 
     def parts(self, bounds: Bounds) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Time of all stages' forwards, and of the forwards that their backwards repeat."""
@@ -238,9 +253,7 @@ def _by_stage(
     came_from = []
     cost = _one_stage(costs, places, 0, low, high, bound, by_memory)
     for stage in range(num_stages):
-        if bound is not None or not (
-            isinstance(costs.recomputed, float | int) and isinstance(costs.selective, float | int)
-        ):
+        if bound is not None or costs.by_stage:
             cost = _one_stage(costs, places, stage, low, high, bound, by_memory)
         worst, together = np.maximum(dearest[:, None], cost), squares[:, None] + cost**2
         # lexicographic minimum over the starts of this stage
@@ -313,7 +326,8 @@ def _moves(stages: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     if len(moves) ** 2 > _MAX_PAIRS:
         return moves, None
     both = (moves[:, None] + moves[None, :]).reshape(-1, stages + 1)
-    return moves, np.unique(both, axis=0)
+    _, first = np.unique(both @ 5 ** np.arange(stages, -1, -1), return_index=True)  # rows of -2 to 2 as numbers
+    return moves, both[first]
 
 
 def _moved(
@@ -339,8 +353,16 @@ def _best(costs: ChainCosts, bounds: Bounds, placement: Placement, bound: Memory
     stages = costs.stages(bounds)
     ranks = by_rank(stages, placement)
     scale = stages.sum(-1).mean()
-    keys = [(stages**2).sum(-1) / scale**2, (ranks**2).sum(-1) / scale**2, ranks.max(-1) / scale]
+    left = np.arange(len(bounds))
     if bound is not None:
-        keys.append(bound.excess(costs, bounds))
-    order = np.lexsort([-np.arange(len(bounds)), *(key.round(10) for key in keys)])
-    return int(order[0])
+        left = _least(bound.excess(costs, bounds), left)
+    left = _least(ranks.max(-1)[left] / scale, left)
+    for times in (ranks, stages):
+        left = _least((times[left] ** 2).sum(-1) / scale**2, left)
+    return int(left[-1])
+
+
+def _least(keys: NDArray[np.float64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of these indices those with the least key, rounding errors apart."""
+    rounded = keys.round(10)
+    return indices[rounded == rounded.min()]
