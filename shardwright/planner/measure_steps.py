@@ -26,7 +26,7 @@ from ..plugins import HybridParallelPlugin
 from .calibration import Calibration, calibrated
 from .measure import Size, step_seconds
 from .replay import Job
-from .step_times import step_times
+from .step_times import Profiled, shape_of
 
 MakeModel = Callable[[int, int], nn.Module]  # of a width, and so many words
 
@@ -64,10 +64,11 @@ def shares(model: MakeModel, found: Calibration, measured: Mapping[int, Sequence
 
 def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[float]) -> list[float]:
     """Of operators and of the host."""
+    steps = [_Step(model, world, reference) for reference in _REFERENCES]
 
     def predicted(operators: float, host: float) -> Any:
         known = replace(found, whole={str(world): (operators, host)})
-        return np.array([_predicted(model, known, world, reference) for reference in _REFERENCES])
+        return np.array([step.seconds(known) for step in steps])
 
     sent = predicted(0.0, 0.0)
     terms = np.stack([predicted(1.0, 0.0) - sent, predicted(0.0, 1.0) - sent], axis=1)
@@ -80,10 +81,19 @@ def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[fl
     return [min(max(both, _LEAST), _MOST)] * 2
 
 
-def _predicted(model: MakeModel, found: Calibration, world: int, reference: _Reference) -> float:
-    job = Job(_plugin, partial(_lazy, model, reference), _adamw, _batch(reference, 0))
-    times = step_times(job, world, calibrated(found, "fp32", world))
-    return times.processor - times.behind["optimizer"]
+class _Step:
+    """Of a reference, on so many ranks."""
+
+    def __init__(self, model: MakeModel, world: int, reference: _Reference) -> None:
+        job = Job(_plugin, partial(_lazy, model, reference), _adamw, _batch(reference, 0))
+        self._world = world
+        self._profiled = Profiled(job, shape_of(job, world), "cpu")
+
+    def seconds(self, found: Calibration) -> float:
+        """Of a rank's processor, without the optimizer's."""
+        machine = calibrated(found, "fp32", self._world)
+        estimate = self._profiled.estimator(self._world, machine).estimate(simulated=False)
+        return estimate.processor - estimate.parts["optimizer"]
 
 
 def _plugin(**changes: Any) -> HybridParallelPlugin:

@@ -73,7 +73,7 @@ def step_times(job: Job, world_size: int, machine: Machine) -> StepTimes:
     """This process must be in no process group."""
     shape = shape_of(job, world_size)
     try:
-        estimator = estimator_of(job, shape, world_size, machine)
+        estimator = Profiled(job, shape, machine.device).estimator(world_size, machine)
         costs, relative = estimator.costs, ""
         found = estimator.estimate(simulated=True)
         processor = found.processor
@@ -143,22 +143,34 @@ def shape_of(job: Job, world_size: int) -> Shape:
         return Shape(plugin, plan, len(find_units(model)), max(sizes), len(sizes), options.num_sequence_slices)
 
 
-def estimator_of(job: Job, shape: Shape, world_size: int, machine: Machine) -> Estimator:
-    """Of the layout as it is cut; ValueError or NotShorterError for models of which too little is known."""
-    layout, plan = shape.layout(), shape.plan
-    precision = shape.plugin.settings.precision.precision
-    along = shape.plugin.settings.sequence_mode in ("split_gather", "ring")
-    with planning_for(machine.device):
-        source = Source(job.model, job.optimizer, job.batch, precision, (layout.samples,))
-        found = profile(source, layout.tp, along)
-    own = rates(found, None, machine, layout.tp, layout.samples / layout.sp)
-    model = job.model()
-    half = precision != "fp32"
-    flops = 3 * layout.tp * (own.layers * own.layer.flops + own.rest.flops) / own.samples
-    hidden = (hidden_size(model) or 0) * _length(job.batch) * (2 if half else 4)
-    states, step = optimizer_costs(job.optimizer(model))
-    task = Task(machine, hidden, half, states, flops, world_size, step)
-    return Estimator(task, own, layout, [len(stage) for stage in plan.stages])
+class Profiled:
+    """A job whose layers have been replayed as its layout cuts them; ValueError or NotShorterError for models of which
+    too little is known.
+
+    device   type of the devices that it is for
+    """
+
+    def __init__(self, job: Job, shape: Shape, device: str) -> None:
+        self._job, self._shape, self._layout = job, shape, shape.layout()
+        self._along = shape.plugin.settings.sequence_mode in ("split_gather", "ring")
+        source = Source(job.model, job.optimizer, job.batch, self._precision, (self._layout.samples,))
+        with planning_for(device):
+            self._found = profile(source, self._layout.tp, self._along)
+
+    @property
+    def _precision(self) -> str:
+        return self._shape.plugin.settings.precision.precision
+
+    def estimator(self, world_size: int, machine: Machine) -> Estimator:
+        job, layout = self._job, self._layout
+        own = rates(self._found, None, machine, layout.tp, layout.samples / layout.sp)
+        model = job.model()
+        half = self._precision != "fp32"
+        flops = 3 * layout.tp * (own.layers * own.layer.flops + own.rest.flops) / own.samples
+        hidden = (hidden_size(model) or 0) * _length(job.batch) * (2 if half else 4)
+        states, step = optimizer_costs(job.optimizer(model))
+        task = Task(machine, hidden, half, states, flops, world_size, step)
+        return Estimator(task, own, layout, [len(stage) for stage in self._shape.plan.stages])
 
 
 def _length(batch: Mapping[str, Any]) -> int:

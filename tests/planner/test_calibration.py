@@ -196,11 +196,15 @@ def test_whole_steps_tell_operators_and_host_apart(
     """Of two models, one of which has 0.4 s of operators and 0.1 of the host, and the other 0.1 and 0.2."""
     own = dict(zip(measure_steps._REFERENCES, ((0.4, 0.1), (0.1, 0.2)), strict=True))
 
-    def predicted(model: Any, found: Calibration, world: int, reference: Any) -> float:
-        operators, host = found.whole["2"]
-        return operators * own[reference][0] + host * own[reference][1] + 0.02
+    class Step:
+        def __init__(self, model: Any, world: int, reference: Any) -> None:
+            self.times = own[reference]
 
-    monkeypatch.setattr(measure_steps, "_predicted", predicted)
+        def seconds(self, found: Calibration) -> float:
+            operators, host = found.whole["2"]
+            return operators * self.times[0] + host * self.times[1] + 0.02
+
+    monkeypatch.setattr(measure_steps, "_Step", Step)
     found = measure_steps.shares(lambda *_: None, made(), {2: taken})  # type: ignore[arg-type,return-value]
     assert found["2"] == pytest.approx(expected)
 
