@@ -21,7 +21,7 @@ from .machines import COMPUTED, GIB, Host, Machine, check_known
 from .machines import machine as _published
 from .operators import Operator
 
-FORMAT = 2
+FORMAT = 3
 _WORDS = "shardwright calibrate"
 _STEP_BYTES = 30  # that AdamW moves for an element: gradient, weight, two states, and the weight in half precision
 _NEAREST = 4
@@ -52,6 +52,7 @@ class Calibration:
                 a microbatch and for a "step", beside those; on CPUs also those of `machines.Host`, "hooks" and
                 "replicas" below ZeRO-3 and "gathering hooks" and "gathering replicas" in it
     products, attention   by dtype; `moving`: elementwise operators, norms and copies
+    sums        on CPUs, adding gradients; `moved` are their bytes
     optimizer   AdamW; `moved` are elements
     collectives by name, and messages between two ranks; empty where there was one device
     whole       on CPUs, by ranks (as text, for JSON): what operators take in a step over what they take one by one, and
@@ -66,6 +67,7 @@ class Calibration:
     products: Mapping[str, Sequence[Point]]
     attention: Mapping[str, Sequence[Point]]
     moving: Sequence[Point]
+    sums: Sequence[Point]
     optimizer: Sequence[Point]
     collectives: Mapping[str, Sequence[Point]]
     messages: Sequence[Point]
@@ -110,7 +112,7 @@ def read(path: str | Path) -> Calibration:
 
 
 _TABLES = ("products", "attention", "collectives")
-_ROWS = ("moving", "optimizer", "messages")
+_ROWS = ("moving", "sums", "optimizer", "messages")
 
 
 def _points(rows: Any) -> tuple[Point, ...]:
@@ -198,6 +200,15 @@ class CalibratedMachine(Machine):
         return _by_ranks(point._replace(seconds=point.busy) for point in every if point.busy > 0)
 
     @cached_property
+    def _message_busy(self) -> Rates | None:
+        points = [point._replace(seconds=point.busy) for point in self.calibration.messages if point.busy > 0]
+        return Rates(points) if points else None
+
+    @cached_property
+    def _sums(self) -> Rates:
+        return Rates(self.calibration.sums)
+
+    @cached_property
     def _whole(self) -> tuple[float, float]:
         return _whole(self.calibration, self.ranks)
 
@@ -216,6 +227,14 @@ class CalibratedMachine(Machine):
             return taken
         return max(taken - self.computing(calls), 0.0)
 
+    def summing(self, size: float, tensors: float) -> float | None:
+        if not self.calibration.sums or not tensors:
+            return None
+        return self._whole[0] * tensors * self._sums.seconds(0, size / tensors)
+
+    def stepping(self, moved: float, flops: float) -> float:
+        return self._whole[0] * super().stepping(moved, flops)
+
     def sent(self, size: float, ranks: int, reach: int) -> float:
         if ranks < 2 or not size:
             return 0.0
@@ -227,6 +246,9 @@ class CalibratedMachine(Machine):
         if ranks < 2 or not size or not self._busy:
             return 0.0
         return _of_ranks(self._busy, size, ranks)
+
+    def message_busy(self, size: float) -> float:
+        return self._message_busy.seconds(0, size) if self._message_busy is not None else 0.0
 
     def message(self, size: float, reach: int) -> float:
         if not size:
@@ -267,7 +289,7 @@ def _whole(found: Calibration, ranks: int) -> tuple[float, float]:
 def _host(found: Mapping[str, float]) -> Host:
     """What was measured of it: nothing with one rank."""
     hooks, replicas = ((found.get(name, 0.0), found.get(f"gathering {name}", 0.0)) for name in ("hooks", "replicas"))
-    return Host(found.get("collective", 0.0), hooks, replicas, found.get("action", 0.0))
+    return Host(found.get("collective", 0.0), hooks, replicas, found.get("action", 0.0), found.get("waiting", 0.0))
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}

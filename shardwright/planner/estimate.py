@@ -19,7 +19,7 @@ from ..pipeline.schedules import get as get_schedule
 from ..zero.layout import CUDA_BUCKET_BYTES
 from .machines import Machine
 from .operators import Operator
-from .rates import Rates
+from .rates import PartCost, Rates
 from .stages import Ends, dealt
 from .states import NO_STEP, StepCost
 
@@ -61,6 +61,7 @@ class Task:
     step        what a step of the optimizer moves and computes
     ends        what the cut takes to lie around the layers; None: by their times
     table       elements of what is looked up before the layers, whose gradient is as large
+    clips       whether the norm of gradients is taken
     """
 
     machine: Machine
@@ -72,6 +73,7 @@ class Task:
     step: StepCost = NO_STEP
     ends: Ends | None = None
     table: float = 0.0
+    clips: bool = False
 
 
 class Rounds(NamedTuple):
@@ -150,8 +152,10 @@ class Estimator:
         sent = [self._tensor(layer.sent, layer.calls), self._tensor(layer.sent_back, layer.calls_back) * _BEHIND]
         ring = self._sequence()
         forward = layer.forward + layer.start + sent[0] + ring
-        backward = layer.backward + layer.start_back + sent[1] + ring + self._added(layer.parameters)
+        backward = layer.backward + layer.start_back + sent[1] + ring + self._added(layer)
         backward += layout.whole * forward + layout.selective * (layer.cheap + layer.start / 2)
+        if STYLES[layout.style].splits and layout.pp > 1:
+            backward += self._task.machine.host.waiting
         return forward, backward, layer.forward
 
     @cached_property
@@ -176,16 +180,23 @@ class Estimator:
         ranks = self._layout.dp * self._layout.sp
         return self._task.machine.sent(size * (ranks - 1) / ranks, ranks, self._task.world_size)
 
-    def _added(self, parameters: float) -> float:
+    def _added(self, part: PartCost) -> float:
         """Seconds of a backward for adding gradients to sums, beside copying them as those of a first microbatch are
         (see `zero.bucket`). In pipelines autograd adds all of them, converted first, to what was set to zero.
         """
-        layout = self._layout
-        moved = 4 * (layout.count - 1) / layout.count  # the sum is read, too
-        if layout.pp > 1:
-            moved = 4 + 4 / layout.count + (8 if self._task.half else 0)
-        size = round(moved * parameters)
-        return self._task.machine.computing({Operator("other", 0, size): 1.0}) if size else 0.0
+        layout, machine = self._layout, self._task.machine
+
+        def moving(numbers: float, calls: float = 1.0) -> float:
+            """So many bytes for a parameter's element, all of the part."""
+            size = round(numbers * part.parameters / max(calls, 1.0))
+            return machine.computing({Operator("other", 0, size): calls}) if size else 0.0
+
+        zeros, converted = (4 / layout.count, 8 if self._task.half else 0) if layout.pp > 1 else (0.0, 0)
+        sums = machine.summing(4 * part.parameters, part.tensors)
+        if sums is not None:
+            return max(sums - moving(8, part.tensors), 0.0) + moving(zeros + converted)
+        read = 4 if layout.pp > 1 else 4 * (layout.count - 1) / layout.count  # the sum is read, too
+        return moving(read + zeros + converted)
 
     def _tensor(self, sent: float, calls: float) -> float:
         layout, machine = self._layout, self._task.machine
@@ -206,7 +217,7 @@ class Estimator:
         sent = [self._tensor(rest.sent, rest.calls), self._tensor(rest.sent_back, rest.calls_back)]
         return (
             rest.forward + rest.start + sent[0],
-            rest.backward + rest.start_back + sent[1] + self._added(rest.parameters),
+            rest.backward + rest.start_back + sent[1] + self._added(rest),
         )
 
     @cached_property
@@ -240,9 +251,9 @@ class Estimator:
         shared = parameters / (layout.dp if layout.zero else 1)
         step = self._task.step
         moved = (step.moved or 4 + 8 + 8 * self._task.states) + self._itemsize
-        parts["optimizer"] = shared * (
-            moved / (machine.bandwidth * machine.moving) + step.flops / (machine.flops * machine.product)
-        )
+        if self._task.clips:
+            moved += 4
+        parts["optimizer"] = machine.stepping(shared * moved, shared * step.flops)
         host = machine.step + self._replicated
         if host:
             parts["host"] = host
@@ -305,6 +316,8 @@ class Estimator:
             size = self._samples(self._task.hidden) / layout.tp
             found += self._rates.layers * 8 * machine.busy(size, layout.sp)  # four exchanges, there and back
         found *= layout.count / layout.pp
+        if layout.pp > 1:
+            found += self._messages * max(machine.message_busy(self._message_size) - machine.message_busy(1), 0.0)
         ranks = layout.dp * layout.sp
         if ranks > 1:
             rounds, share = data_rounds(layout), (ranks - 1) / ranks
@@ -328,11 +341,21 @@ class Estimator:
             idle = dearest
         return layout.count * dearest + (layout.pp - 1) * (idle / layout.chunks + 2 * self._message)
 
+    @property
+    def _message_size(self) -> float:
+        return self._samples(self._task.hidden) / (self._layout.tp if self._rates.along else 1)
+
     @cached_property
     def _message(self) -> float:
         layout = self._layout
-        size = self._samples(self._task.hidden) / (layout.tp if self._rates.along else 1)
-        return self._task.machine.message(size, layout.pp * layout.tp * layout.sp)
+        return self._task.machine.message(self._message_size, layout.pp * layout.tp * layout.sp)
+
+    @property
+    def _messages(self) -> float:
+        """That a rank sends or receives in a step, the mean over a pipeline's."""
+        layout, placement = self._layout, self._schedule[0].placement
+        parted = sum(placement.rank_of(stage) != placement.rank_of(stage + 1) for stage in range(self._stages - 1))
+        return 4 * parted * layout.count / layout.pp
 
     @cached_property
     def costs(self) -> Costs:
@@ -460,8 +483,7 @@ class Estimator:
                 head += self._itemsize * max(self._rates.rest.parameters / 2 - self._rates.layer.parameters, 0.0)
             held = self._rates.layers * self._kept + self._rates.rest.kept
             return self._static(self._parameters()) + max(held + head, self._at_table) + besides
-        message = self._samples(self._task.hidden) / (layout.tp if self._rates.along else 1)
-        besides += _MESSAGES * message
+        besides += _MESSAGES * self._message_size
         if not simulated:
             ends = self._static(self._parameters())
             under_way = min(layout.count, layout.pp)

@@ -24,12 +24,14 @@ class Host(NamedTuple):
     hooks        of a parameter's gradient, in a step, where other ranks have it too; below ZeRO-3 and in it
     replicas     of a step, where other ranks have the same parameters; the same two
     action       of a forward or a backward of a pipeline's stage
+    waiting      of a layer's backward whose weight gradients wait
     """
 
     collective: float = 0.0
     hooks: tuple[float, float] = (0.0, 0.0)
     replicas: tuple[float, float] = (0.0, 0.0)
     action: float = 0.0
+    waiting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,16 @@ class Machine:
         """Seconds that starting them takes at least, beside `computing`; here the same for all."""
         return self.kernel * sum(count for call, count in calls.items() if call.kind in COMPUTED)
 
+    def summing(self, size: float, tensors: float) -> float | None:
+        """Seconds of adding gradients of so many bytes, in so many tensors, to their sums; None: what other operators
+        take that move as much.
+        """
+        return None
+
+    def stepping(self, moved: float, flops: float) -> float:
+        """Seconds of an optimizer that moves so many bytes, and of its products."""
+        return moved / (self.bandwidth * self.moving) + flops / (self.flops * self.product)
+
     def plain(self) -> dict[str, Any]:
         """For JSON."""
         return {**{each.name: getattr(self, each.name) for each in fields(Machine)}, "host": self.host._asdict()}
@@ -110,6 +122,10 @@ class Machine:
 
     def busy(self, size: float, ranks: int) -> float:
         """Seconds of a rank's processor for a collective in which it sends so many bytes; a GPU's links need none."""
+        return 0.0
+
+    def message_busy(self, size: float) -> float:
+        """Seconds of a rank's processor for sending or receiving so many bytes."""
         return 0.0
 
     def message(self, size: float, reach: int) -> float:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, repeat
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,8 @@ from .operators import Operators, attention_flops
 
 Say = Callable[[str], None]
 _WARM = 3  # steps of a model that do not count: in the first ones a loss is looked into
+_WEIGHTS, _WEIGHTS_BYTES = 56, 2**26  # of a model of eight layers, as far as they are no more than this
+_LEAST = 0.25  # of what a call takes, where the host's part is measured to be longer than it
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 
 
@@ -117,7 +120,8 @@ def operators(device: torch.device, size: Size, say: Say) -> dict[str, Any]:
     def points(found: Iterator[tuple[int, int, Callable[[], object]]]) -> list[Point]:
         every = []
         for flops, moved, run in found:
-            every.append(Point(1, flops, moved, max(clock.seconds(run) - host, 1e-8)))
+            seconds = clock.seconds(run)
+            every.append(Point(1, flops, moved, max(seconds - host, _LEAST * seconds)))
         return every
 
     tables: dict[str, Any] = {"products": {}, "attention": {}}
@@ -133,6 +137,7 @@ def operators(device: torch.device, size: Size, say: Say) -> dict[str, Any]:
     say("elementwise operators, norms, copies")
     with torch.no_grad():
         tables["moving"] = points(_moving(device, size))
+        tables["sums"] = points(_sums(device, size)) if device.type == "cpu" else []
     say("optimizer step")
     tables["optimizer"] = points(_steps(device, size))
     return {**tables, "call": call, "clock": clock.words}
@@ -148,13 +153,28 @@ def _products(device: torch.device, dtype: torch.dtype, size: Size) -> Iterator[
                 y = torch.randn(tokens, wide, device=device, dtype=dtype)
                 moved = (x.numel() + weight.numel() + y.numel()) * x.element_size()
                 flops = 2 * tokens * width * wide
-                yield flops, moved, partial(_times_transposed, x, weight)
-                yield flops, moved, partial(torch.mm, y, weight)
+                weights = _in_turn(weight)
+                yield flops, moved, partial(_times_transposed, x, weights)
+                yield flops, moved, partial(_times, y, weights)
                 yield flops, moved, partial(_transposed_times, y, x)
 
 
-def _times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x @ weight.t()
+def _in_turn(one: torch.Tensor) -> Iterator[torch.Tensor]:
+    """As many as a model has, one after the other, so that a processor finds each where it would find a model's: in its
+    caches or in memory.
+    """
+    if one.device.type != "cpu":
+        return repeat(one)
+    count = min(max(_WEIGHTS_BYTES // (one.numel() * one.element_size()), 2), _WEIGHTS)
+    return cycle([one.clone() for _ in range(count)])
+
+
+def _times_transposed(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
+    return x @ next(weights).t()
+
+
+def _times(y: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
+    return y @ next(weights)
 
 
 def _transposed_times(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -191,6 +211,18 @@ def _moving(device: torch.device, size: Size) -> Iterator[tuple[int, int, Callab
         yield 0, one, partial(torch.mean, x, -1)
 
 
+def _sums(device: torch.device, size: Size) -> Iterator[tuple[int, int, Callable[[], object]]]:
+    """Adding the gradient of a weight, which has just been computed, to its sum; `moved` are bytes of that."""
+    for width in size.widths:
+        for wide in (width, 4 * width):
+            gradient = torch.ones(wide, width, device=device)
+            yield 0, 4 * gradient.numel(), partial(_add, _in_turn(torch.zeros_like(gradient)), gradient)
+
+
+def _add(sums: Iterator[torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    return next(sums).add_(gradient)
+
+
 def _steps(device: torch.device, size: Size) -> Iterator[tuple[int, int, Callable[[], object]]]:
     for power in size.steps:
         weight = nn.Parameter(torch.zeros(2**power, device=device))
@@ -223,7 +255,7 @@ def host(
 
 
 def step_seconds(model: nn.Module, batch: Mapping[str, Any], size: Size, **options: Any) -> float:
-    """Of the processor for a step through the Booster, without the optimizer's. All ranks of the job step together."""
+    """Of the processor for a step through the Booster. All ranks of the job step together."""
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **options))
     boosted: Any
     optimizer: Any
@@ -233,9 +265,9 @@ def step_seconds(model: nn.Module, batch: Mapping[str, Any], size: Size, **optio
         dist.barrier()
         began = time.process_time()
         booster.execute_pipeline(iter([batch]), boosted, lambda outputs, _: loss_of(outputs), optimizer)
-        times.append(time.process_time() - began)
         optimizer.step()
         optimizer.zero_grad()
+        times.append(time.process_time() - began)
     return median(times[_WARM:])
 
 

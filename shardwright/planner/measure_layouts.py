@@ -46,7 +46,11 @@ def layouts(
     for stage, name in ((1, ""), (3, "gathering ")):
         hooks, found[f"{name}replicas"] = of_layer(zero_stage=stage, begin=dist.get_rank())
         found[f"{name}hooks"] = hooks / tensors
-    one, four = (step(_LAYERS, samples, pp_size=2, num_microbatches=samples) for samples in (1, 4))
+    microbatch = {}
+    for style in ("1f1b", "zb"):
+        one, four = (step(_LAYERS, samples, pp_size=2, pp_style=style, num_microbatches=samples) for samples in (1, 4))
+        microbatch[style] = (four - one) / 3
     computed = (_LAYERS * alone["layer"] + alone["around"]) / 2
-    found["action"] = max((four - one) / 3 - computed, 0.0) / 2
+    found["action"] = max(microbatch["1f1b"] - computed, 0.0) / 2
+    found["waiting"] = max(microbatch["zb"] - microbatch["1f1b"], 0.0) / (_LAYERS / 2)
     return found

@@ -3,8 +3,8 @@
     shares(make_model, calibration, measured)       measured: by ranks, what `seconds` returns
 
 One after the other in a loop, operators find their operands in the caches; in a step they fetch them, and memory that
-the allocator has from the system. The host, too, was measured in a loop, on busy cores. Two models tell how much longer
-or shorter either takes: one whose operators are large, and one that keeps the host busy.
+the allocator has from the system. The host, too, was measured in a loop, on busy cores. Some steps tell how much longer
+or shorter either takes, from one whose operators are large to one that keeps the host busy:
 
     measured = operators * (seconds of operators) + host * (seconds of the host) + (what is sent)
 """
@@ -36,20 +36,22 @@ class _Reference(NamedTuple):
 
     width: int
     length: int
+    microbatches: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"zero_stage": 1, "max_norm": 1.0, "num_microbatches": self.microbatches}
 
 
-_REFERENCES = (_Reference(256, 128), _Reference(64, 16))
+_REFERENCES = (_Reference(256, 128, 1), _Reference(256, 32, 4), _Reference(128, 64, 2), _Reference(64, 16, 2))
 _SAMPLES, _WORDS = 4, 1024
-_OPTIONS: dict[str, Any] = {"zero_stage": 1, "num_microbatches": 2}
 _LEAST, _MOST = 0.25, 4.0  # times; beyond, it is the measurement that is wrong
 
 
 def seconds(model: MakeModel, rank: int, world: int, size: Size) -> list[float]:
-    """By reference: of a rank's processor, for a step without the optimizer's, the mean over the job, whose rank this
-    process is.
-    """
+    """By reference: of a rank's processor, for a step, the mean over the job, whose rank this process is."""
     own = [
-        step_seconds(model(reference.width, _WORDS), _batch(reference, rank), size, **_OPTIONS)
+        step_seconds(model(reference.width, _WORDS), _batch(reference, rank), size, **reference.options)
         for reference in _REFERENCES
     ]
     everywhere = [own] * world
@@ -72,12 +74,11 @@ def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[fl
 
     sent = predicted(0.0, 0.0)
     terms = np.stack([predicted(1.0, 0.0) - sent, predicted(0.0, 1.0) - sent], axis=1)
-    own = np.array(taken) - sent
-    if abs(np.linalg.det(terms)) > 1e-3 * np.abs(terms).max() ** 2:
-        times = np.linalg.solve(terms, own)
-        if (times > _LEAST).all() and (times < _MOST).all():
-            return [float(each) for each in times]
-    both = float(own.sum() / terms.sum())  # what the two models do cannot be told apart
+    terms, own = terms / np.array(taken)[:, None], 1 - sent / np.array(taken)  # each step counts as much
+    times, _, rank, _ = np.linalg.lstsq(terms, own, rcond=1e-2)
+    if rank == 2 and (times > _LEAST).all() and (times < _MOST).all():
+        return [float(each) for each in times]
+    both = float((terms.sum(-1) @ own) / (terms.sum(-1) ** 2).sum())  # the two cannot be told apart
     return [min(max(both, _LEAST), _MOST)] * 2
 
 
@@ -85,19 +86,18 @@ class _Step:
     """Of a reference, on so many ranks."""
 
     def __init__(self, model: MakeModel, world: int, reference: _Reference) -> None:
-        job = Job(_plugin, partial(_lazy, model, reference), _adamw, _batch(reference, 0))
+        job = Job(partial(_plugin, reference), partial(_lazy, model, reference), _adamw, _batch(reference, 0))
         self._world = world
         self._profiled = Profiled(job, shape_of(job, world), "cpu")
 
     def seconds(self, found: Calibration) -> float:
-        """Of a rank's processor, without the optimizer's."""
+        """Of a rank's processor."""
         machine = calibrated(found, "fp32", self._world)
-        estimate = self._profiled.estimator(self._world, machine).estimate(simulated=False)
-        return estimate.processor - estimate.parts["optimizer"]
+        return self._profiled.estimator(self._world, machine).estimate(simulated=False).processor
 
 
-def _plugin(**changes: Any) -> HybridParallelPlugin:
-    return HybridParallelPlugin(**{"precision": "fp32", **_OPTIONS, **changes})
+def _plugin(reference: _Reference, **changes: Any) -> HybridParallelPlugin:
+    return HybridParallelPlugin(**{"precision": "fp32", **reference.options, **changes})
 
 
 def _lazy(model: MakeModel, reference: _Reference) -> nn.Module:

@@ -169,7 +169,8 @@ class Profiled:
         flops = 3 * layout.tp * (own.layers * own.layer.flops + own.rest.flops) / own.samples
         hidden = (hidden_size(model) or 0) * _length(job.batch) * (2 if half else 4)
         states, step = optimizer_costs(job.optimizer(model))
-        task = Task(machine, hidden, half, states, flops, world_size, step)
+        clips = self._shape.plugin.settings.zero.max_norm > 0
+        task = Task(machine, hidden, half, states, flops, world_size, step, clips=clips)
         return Estimator(task, own, layout, [len(stage) for stage in self._shape.plan.stages])
 
 
