@@ -431,9 +431,9 @@ class Estimator:
         gradients = 4 * parameters / (sharing if layout.zero >= 2 else 1)
         masters = 4 * parameters / sharing if task.half or layout.zero == 3 else 0.0
         states = 4 * task.states * parameters / sharing
-        if layout.zero == 3:  # gathered: two layers, or with a pipeline up to three chunks
-            layer = self._rates.layer.parameters
-            weights += itemsize * (3 * layer if layout.pp == 1 else min(3, layout.chunks) * self._most * layer)
+        if layout.zero == 3:  # gathered: two layers, or with a pipeline up to three chunks with all that they hold
+            gathered = 3 * self._rates.layer.parameters if layout.pp == 1 else min(3 / layout.chunks, 1.0) * parameters
+            weights += itemsize * gathered
         return weights + gradients + masters + states
 
     @cached_property

@@ -72,8 +72,9 @@ def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[fl
         known = replace(found, whole={str(world): (operators, host)})
         return np.array([step.seconds(known) for step in steps])
 
-    sent = predicted(0.0, 0.0)
-    terms = np.stack([predicted(1.0, 0.0) - sent, predicted(0.0, 1.0) - sent], axis=1)
+    operators, host, all_of_it = predicted(1.0, 0.0), predicted(0.0, 1.0), predicted(1.0, 1.0)
+    sent = operators + host - all_of_it
+    terms = np.stack([operators - sent, host - sent], axis=1)
     terms, own = terms / np.array(taken)[:, None], 1 - sent / np.array(taken)  # each step counts as much
     times, _, rank, _ = np.linalg.lstsq(terms, own, rcond=1e-2)
     if rank == 2 and (times > _LEAST).all() and (times < _MOST).all():
