@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,6 +26,8 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 
 def train(rank: int, world_size: int, microbatches: int) -> None:
     """Steps of plain SGD with a large rate, so that the weights behind each are what the gradients were."""
+    model: Any
+    optimizer: Any
     reference, model = (zoo.build(NAME, layerdrop=1.0) for _ in range(2))
     plugin = HybridParallelPlugin(precision="fp32", num_microbatches=microbatches)
     with keep_float64():
