@@ -375,7 +375,6 @@ def _lazy(config: Any) -> Any:
 
 def _load(name: str) -> Any:
     """The transformers config that `--model` names."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     from ..utils.errors import nearest
@@ -386,10 +385,11 @@ def _load(name: str) -> Any:
         if not file.is_file():
             raise ValueError(f"--model {name} holds no config.json")
         try:
-            return AutoConfig.from_pretrained(file)
-        except (OSError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
-            said = " ".join(str(error).split("\n\n")[0].split())
-            raise ValueError(f"--model {file} is no config that this transformers knows: {said}") from error
+            config = AutoConfig.from_pretrained(file)
+        except Exception as error:  # of what the file says
+            raise ValueError(f"--model {file} is no config that this transformers knows: {_said(error)}") from error
+        _check_builds(file, config)
+        return config
     if name not in PRESETS:
         raise ValueError(
             f"there is no model {name!r}: neither a path nor one of {', '.join(PRESETS)}{nearest(name, PRESETS)}"
@@ -398,13 +398,42 @@ def _load(name: str) -> Any:
     return CONFIG_MAPPING[kind](**settings)
 
 
+def _said(error: Exception) -> str:
+    """In one line, and what kind of error it is where that says more than its text."""
+    said = " ".join(str(error).split("\n\n")[0].split())
+    return said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
+
+
+def _check_builds(file: Path, config: Any) -> None:
+    """ValueError where no model can be made of a config; transformers makes some of sizes that mean nothing."""
+    from ..models.config import KEY_VALUE_HEADS, LAYERS, QUERY_HEADS, first_int, parts
+
+    leasts = {**dict.fromkeys((*LAYERS, "encoder_layers", "decoder_layers"), 0), "vocab_size": 1}
+    for part in parts(config):
+        for setting, least in leasts.items():
+            value = getattr(part, setting, None)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"--model {file}: {setting}={value} must be at least {least}")
+        heads, groups = first_int(part, QUERY_HEADS), first_int(part, KEY_VALUE_HEADS)
+        if heads is not None and groups is not None and heads % groups:
+            raise ValueError(
+                f"--model {file}: {groups} heads of keys and values do not divide the {heads} of queries, which share "
+                "them evenly"
+            )
+    try:
+        _lazy(config)
+    except Exception as error:  # of what the file says
+        kind = type(config).__name__
+        raise ValueError(f"--model {file}: no model can be made of this {kind}: {_said(error)}") from error
+
+
 def _build(config: Any) -> Any:
     """The class that the config names, else the family's language model."""
     import transformers
 
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
-        if found is not None:
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found(config)
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:

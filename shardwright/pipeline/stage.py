@@ -28,6 +28,7 @@ from torch import nn
 from ..models.caches import without_cache
 from ..models.dry_run import forward_defaults
 from ..models.layer_chain import Unit, numbers_by_module, paths_to
+from ..models.skipped_layers import skipping
 from ..utils.tensors import tensors_of
 from ..utils.transfer import needs_transfer
 from .batch.images import without_patches
@@ -106,6 +107,8 @@ class StagedModel:
         disable_own_checkpointing(model)
         self._calls: LayerCalls | None = None
         self._around = Surroundings(model, [unit.layer for unit in units])
+        # Where the last layer may be left out (of models that are not cut) nothing says where the tail begins.
+        self._skips_layers = skipping(model) is not None
         self._reads = HostReads(self._around.state, self._around.unchanged_since) if units else None
         self.answers_on_cpu = False  # reads of a model on the CPU need no other answers: nothing waits there
         if survey is not None and len(stages) > 1:
@@ -142,7 +145,7 @@ class StagedModel:
         """Forward of `stage`: (what travels to the next stage, None), or on the last stage (None, the model's output).
 
         `tail` gives, for what the last layer returned, a context for the part of the last stage's forward behind it
-        (for None, one for the whole forward of a model without units).
+        (for None, one for the whole forward: of a model without units, or one that leaves out layers at random).
         """
         return self._run(self._prepared(stage, received, batch), batch, tail)
 
@@ -238,7 +241,7 @@ class StagedModel:
         self, run: StageRun, batch: Any, tail: Callable[[Any], AbstractContextManager[Any]]
     ) -> tuple[Payload | None, Any]:
         with ExitStack() as stack:
-            if run.is_last and not self.units:
+            if run.is_last and (not self.units or self._skips_layers):
                 stack.enter_context(tail(None))
             elif run.is_last:
                 run.enter_tail = lambda output: _discard(stack.enter_context(tail(output)))

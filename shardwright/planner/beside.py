@@ -62,6 +62,7 @@ def _start(work: Callable[[], Any]) -> _Copy:
         return _Copy(pid, receiving)
     answer = b""
     try:
+        torch.set_num_threads(1)  # OpenMP's other threads are not here, and it would wait for them for ever
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)  # what there is to say is said by the original

@@ -19,7 +19,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.nn import functional
 
 from ..comm.compat import finished_work
@@ -99,7 +104,13 @@ class Fakes(TorchDispatchMode):
             if func is _aten._grouped_mm.default:  # its shape rule knows bfloat16 alone (torch 2.13)
                 first, second, *others = args
                 return func(first.bfloat16(), second.bfloat16(), *others, **kwargs).to(first.dtype)
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except (DynamicOutputShapeException, DataDependentOutputException) as error:
+                raise ValueError(
+                    f"a step of this model cannot be replayed without data: what {func} returns goes by the numbers "
+                    "that it is given. Leave out --peak or --html, or plan the model with another head or loss"
+                ) from error
             # Checked on torch 2.13: the first of a kind is referred to weakly, so that it cannot be swapped with a
             # parameter; others are not
             if func is _aten.detach.default and weakref.getweakrefcount(result):

@@ -15,7 +15,7 @@ from ..precision.amax_history import AmaxHistory
 from ..precision.fp8 import require_device
 from ..precision.policy import PRECISIONS
 from ..shardformer.fp8 import compute_in_fp8, fp8_linears_of, require_fp8_linears
-from ..utils.device import get_current_device
+from ..utils.device import get_current_device, plans_gpus
 from .settings import HybridSettings, PrecisionSettings
 
 _LOGGER = logging.getLogger(__name__)
@@ -44,10 +44,11 @@ def check_fp8(settings: HybridSettings) -> None:
 
 
 def check_fp8_model(settings: PrecisionSettings, model: nn.Module) -> None:
-    """The same for a model, on the machine that trains."""
+    """The same for a model, on the machine that trains, or for GPUs that are planned on another."""
     if settings.fp8 is None:
         return
-    require_device(settings.fp8_words, settings.fp8, get_current_device())
+    if not plans_gpus():
+        require_device(settings.fp8_words, settings.fp8, get_current_device())
     require_fp8_linears(model, settings.fp8_words)
     stays = settings.working == "fp32" and any(param.dtype == torch.float64 for param in model.parameters())
     if stays and not settings.fp8.emulate:
@@ -55,7 +56,7 @@ def check_fp8_model(settings: PrecisionSettings, model: nn.Module) -> None:
             f"{settings.fp8_words} with parameters in float64, which products in 8 bits have no sums for; use "
             "model.float(), or Fp8Options(emulate=True)"
         )
-    if not settings.fp8.emulate:
+    if not settings.fp8.emulate and not plans_gpus():
         _try_products(settings)
 
 

@@ -40,6 +40,11 @@ def chosen_as_for(device: torch.device | str) -> str:
     return _planned or (device if isinstance(device, str) else device.type)
 
 
+def plans_gpus() -> bool:
+    """Whether a job of GPUs is planned, of which this machine need not have one, or not of that kind."""
+    return _planned == "cuda"
+
+
 def get_current_device() -> torch.device:
     """The CUDA device set by `launch`, or the CPU."""
     if torch.cuda.is_available():

@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwright.cli.main import main
 from shardwright.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwright.kernels.norms import rms_norm
 from shardwright.planner.fakes import Fakes, is_fake
@@ -99,3 +102,18 @@ def test_rows_of_logits_are_not_made_wider() -> None:
         linear_cross_entropy(x, weight, torch.zeros(tokens, dtype=torch.int64), chunk=tokens).backward()
         logits = tokens * words * 2
         assert logits < live.most - before < 1.2 * logits
+
+
+def test_products_in_8_bits_are_planned_without_a_device_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is kept is what bf16 keeps, and a scale here and there."""
+    layout = ["--model", "llama-tiny", "--world-size", "2", "--zero-stage", "1", "--batch-size", "2", "--seq-len", "32"]
+
+    def most(*options: str) -> int:
+        assert main(["plan", *layout, "--peak", "--json", *options]) == 0
+        (peak,) = json.loads(capsys.readouterr().out)["peaks"]
+        return int(peak["peak"])
+
+    assert 0 < most("--use-fp8") - most() < 2**14
+    if not torch.cuda.is_available():
+        assert main(["plan", *layout, "--peak", "--use-fp8", "--device", "cpu"]) == 1
+        assert "use_fp8=True: the device is cpu" in capsys.readouterr().out

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +164,31 @@ def test_a_question_that_cannot_be_asked_is_no_verdict_on_a_layout(
     assert "layout does not work" not in said.out + said.err
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 must be at least 0"),
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"num_key_value_heads": 3}, "3 heads of keys and values do not divide the 4 of queries"),
+        ({"num_attention_heads": 0}, "no config that this transformers knows: ZeroDivisionError"),
+        ({"hidden_size": -64}, "no model can be made of this LlamaConfig: RuntimeError: Trying to create tensor with"),
+        ({"hidden_act": "nope"}, "no model can be made of this LlamaConfig: KeyError: 'nope'"),
+        ({"architectures": ["BertForMaskedLM"]}, "no model can be made of this LlamaConfig: AttributeError"),
+    ],
+)
+def test_a_config_that_no_model_can_be_made_of_is_refused_in_a_sentence(
+    setting: dict[str, object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, **sizes, **setting}))
+    with pytest.raises(SystemExit) as end:
+        main([*PLAN, str(file)])
+    assert end.value.code == 2
+    assert f"--model {file}" in (said := capsys.readouterr().err.splitlines()[-1])
+    assert words in said
+
+
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
     """As `shardwright doctor | head -1` does: the pipe is closed before the last line is written."""
     code = (
@@ -184,7 +211,6 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
 def test_every_extra_is_for_something_that_is_imported() -> None:
     """A package that an extra installs is imported somewhere, or is a tool of the tests or of the documents."""
     import re
-    from pathlib import Path
 
     root = Path(shardwright.__file__).parents[1]
     text = (root / "setup.py").read_text()
