@@ -9,9 +9,13 @@
 [Note: who holds gradients] With `full` gradients (stages 0 and 1) they are summed in `grads`. Autograd makes one per
 parameter and microbatch, and as it arrives it goes over to `grads`: the first of a step is copied, the others are
 added, and what got none is set to zero when the bucket leaves. So a first gradient moves 8 bytes an element (of bf16 6,
-see `grad_dtypes`); to set `grads` to zero and have autograd add to it in place moves 16 (of bf16 22). It does so where
-.grad is to show the sum: for hooks of a script, and in pipelines, where weight gradients that wait add themselves
-(`ops.weight_grad`); and where it would clone a gradient for the parameter's strides.
+see `grad_dtypes`); to set `grads` to zero and have autograd add to it in place moves 16 (of bf16 22).
+
+From then on .grad is the view of `grads`, to which autograd adds in place, so that whoever looks at it in a backward
+(hooks of any kind) finds what plain torch has there. Not where `grads` has a wider dtype than the gradients: autograd
+would have to convert each before it adds, so .grad is None between them, but for hooks that can be seen (`show_sums`).
+.grad is the view from the start in pipelines, where weight gradients that wait add themselves (`ops.weight_grad`), and
+where autograd would clone a gradient for the parameter's strides.
 
 Without (stage 2) the reducer collects the gradients of a bucket when the last one has arrived.
 """
@@ -75,7 +79,7 @@ class Bucket:
         self.carry: torch.Tensor | None = None
         self._own_views: dict[Slot, torch.Tensor] = {}
         self._unwritten: set[Slot] = set()  # of which `grads` holds nothing of this step, and anything else
-        self._shown: set[Slot] = set()  # of which .grad is what autograd adds to, because hooks of a script look at it
+        self._shown: set[Slot] = set()  # of which .grad is the view of `grads`, unless a script has put another there
         self._gaps: list[torch.Tensor] | None = None  # what no parameter lies in of `grads`
         self._preset = False
         self._versions: list[int] = []
@@ -190,11 +194,10 @@ class Bucket:
             if (own := own_gradient(slot.entry.param)) is not None and own is not view:
                 self.collect(slot)  # what a script has put there
             self._point_at(slot)
-            if not self._preset:
-                self._shown.add(slot)
 
     def _point_at(self, slot: Slot) -> None:
         view, param = self.grad_views[slot], slot.entry.param
+        self._shown.add(slot)
         if own_gradient(param) is not view:
             if slot in self._unwritten:
                 self._unwritten.discard(slot)
@@ -322,18 +325,26 @@ class Bucket:
         self.empty = False
         view, param = self.grad_views[slot], slot.entry.param
         grad = own_gradient(param)
-        if slot in self._shown and grad is None:  # a hook has dropped all that there was
-            self._shown.discard(slot)
-            self._unwritten.add(slot)
-            return False
-        if grad is view or grad is None:
+        if grad is None:
+            if slot in self._shown:  # a hook has dropped all that there was
+                self._shown.discard(slot)
+                self._unwritten.add(slot)
+                if self._preset:
+                    self._point_at(slot)
+                return False
+            return slot not in self._unwritten
+        if grad is view:
             return True
         if slot in self._unwritten or slot in self._shown:  # where a hook has put another tensor, it is the sum
             self._unwritten.discard(slot)
             view.copy_(grad)
         else:
             view.add_(grad)
-        set_own_gradient(param, view if self._preset or slot in self._shown else None)
+        if slot in self._shown or grad.dtype == view.dtype:
+            self._shown.add(slot)
+            set_own_gradient(param, view)
+        else:
+            set_own_gradient(param, None)
         return True
 
     def release(self) -> None:

@@ -212,7 +212,8 @@ class GradReducer:
         if self.launch_in_backward:
             if (self._let_scripts_hook_first(self.buckets) or self._is_watched()) and self.keep_full:
                 for bucket in self.buckets:  # hooks look at what is summed so far, as by plain torch
-                    bucket.show_sums()
+                    if bucket.dtype != bucket.master_dtype:  # else they do anyway
+                        bucket.show_sums()
             for window in self._windows.values() if self._reduces_now else ():
                 window.open()
 

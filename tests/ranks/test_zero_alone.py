@@ -271,3 +271,45 @@ def _zeros(rank: int, world: int) -> None:
 
 def test_gradients_are_shown_as_zeros_where_they_are_kept() -> None:
     run_ranks(_zeros, 1, debug="OFF")
+
+
+def _hooks_of_other_kinds(rank: int, world: int) -> None:
+    """Hooks that torch does not list (of activations, of nodes), or that run before a gradient is there."""
+    for stage, precision in ((0, "fp32"), (1, "fp32"), (0, "bf16")):
+        plain = _Model() if precision == "fp32" else _Model().bfloat16()
+        model = copy.deepcopy(plain)
+        seen: dict[nn.Module, list[Tensor | None]] = {plain: [], model: []}
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=stage, precision=precision))
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        nodes = []
+        for one in (plain, model):
+
+            def look(*_: object, of: list[Tensor | None] = seen[one], param: nn.Parameter = one.last.weight) -> None:
+                of.append(None if param.grad is None else param.grad.float().clone())
+
+            one.last.weight.register_hook(look)
+            if precision == "fp32":
+                node = one.last.weight.expand_as(one.last.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node.register_hook(look)  # after it has accumulated
+                nodes.append(node)  # torch forgets the hook with it
+                one.first.register_forward_hook(lambda *args, look=look: args[-1].register_hook(look) and None)
+        for step in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            x = x if precision == "fp32" else x.bfloat16()
+            with optimizer.no_sync():
+                booster.backward(boosted(x, 1), optimizer)
+            booster.backward(boosted(x, 0), optimizer)
+            plain(x, 1).backward()
+            plain(x, 0).backward()
+            plain.zero_grad()
+            optimizer.zero_grad()
+        assert len(seen[plain]) == (12 if precision == "fp32" else 4)
+        for number, (expected, found) in enumerate(zip(seen[plain], seen[model], strict=True)):
+            if precision == "bf16" and expected is None:
+                expected = torch.zeros(16, 16)  # where .grad shows the sum in fp32, it does from the start
+            assert (expected is None) == (found is None), (stage, precision, number)
+            assert expected is None or found is None or torch.allclose(expected, found), (stage, precision, number)
+
+
+def test_hooks_of_other_kinds_see_the_sum_of_microbatches() -> None:
+    run_ranks(_hooks_of_other_kinds, 1, debug="OFF")
