@@ -228,6 +228,13 @@ class Bucket:
             torch._foreach_zero_(zeros)
         self._unwritten.clear()
 
+    def assigned(self) -> list[Slot]:
+        """Whose .grad is what a script has put there, or a backward that no bucket was told of."""
+        slots = self.plan.slots
+        grads = [own_gradient(slot.entry.param) for slot in slots]
+        views = self.grad_views
+        return [s for s, grad in zip(slots, grads, strict=True) if grad is not None and grad is not views.get(s)]
+
     @property
     def has_copies(self) -> bool:
         """Whether masters are copies, which do not see what is written to the working parameters."""

@@ -324,6 +324,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def _finish_gradients(self) -> None:
         self._others.require_unspoiled()
+        if not self._has_gradients and any(bucket.assigned() for bucket in self.buckets):
+            self._take_assigned()
         if self._agreed:
             return
         self._reads.refuse_dropped()
@@ -345,6 +347,20 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._agreed = True
         if self.grad_state is GradState.ACCUMULATING:
             self.grad_state = GradState.FINAL
+
+    def _take_assigned(self) -> None:
+        """A script has assigned .grad of some parameters, and there was no backward: those are the gradients."""
+        if self.grad_state is not GradState.ACCUMULATING:
+            raise ValueError(
+                "param.grad = tensor after a step, without zero_grad in between: call optimizer.zero_grad() first"
+            )
+        if self.scaler is not None:
+            raise ValueError(
+                "param.grad = tensor without a backward under fp16: the step would divide it by the loss scale, which "
+                "only booster.backward applies; train in bf16, or call booster.backward on a loss"
+            )
+        with self.plain_parameters():
+            self.note_backward()
 
     def _stepped_gradients(self) -> list[torch.Tensor]:
         return [bucket.step_grad for bucket in self.buckets]

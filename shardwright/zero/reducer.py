@@ -371,6 +371,8 @@ class GradReducer:
         with self._on_stream():
             for earlier in [flight for flight in self._flying if flight.bucket is bucket]:  # the microbatch before
                 self._settle(earlier)
+        for slot in bucket.assigned():
+            self._collect(window, window.next - 1, slot)
         bucket.complete()
         *first, last = range(len(self._pieces[bucket.index]))
         self._in_parts = bucket
