@@ -82,6 +82,7 @@ class Bucket:
         self._shown: set[Slot] = set()  # of which .grad is the view of `grads`, unless a script has put another there
         self._gaps: list[torch.Tensor] | None = None  # what no parameter lies in of `grads`
         self._preset = False
+        self._zeros = -1  # how often `grads` had been written to when it was all zeros last
         self._versions: list[int] = []
         self._addresses: list[int] = []  # of the parameters' views
 
@@ -183,6 +184,7 @@ class Bucket:
             self.complete()
             for slot in self.grad_views:
                 self._point_at(slot)
+            self._zeros = -1 if self.grads is None else self.grads._version
 
     def show_sums(self, of: Collection[int] | None = None) -> None:
         """Have autograd add to the views of `grads`, as .grad of the parameters (of all entries, or of those with these
@@ -319,7 +321,7 @@ class Bucket:
 
     def _empty_views(self) -> None:
         """Nothing of `grads` is of this step."""
-        if not (self.empty and self._preset):
+        if not self._preset or self.grads is None or self.grads._version != self._zeros:
             self._unwritten = set(self.grad_views)
             self._shown.clear()
             for slot in self.grad_views:
