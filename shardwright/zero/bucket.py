@@ -9,9 +9,13 @@
 [Note: who holds gradients] With `full` gradients (stages 0 and 1) they are summed in `grads`. Autograd makes one per
 parameter and microbatch, and as it arrives it goes over to `grads`: the first of a step is copied, the others are
 added, and what got none is set to zero when the bucket leaves. So a first gradient moves 8 bytes an element (of bf16 6,
-see `grad_dtypes`); to set `grads` to zero and have autograd add to it in place moves 16 (of bf16 22). It does so where
-.grad is to show the sum: for hooks of a script, and in pipelines, where weight gradients that wait add themselves
-(`ops.weight_grad`); and where it would clone a gradient for the parameter's strides.
+see `grad_dtypes`); to set `grads` to zero and have autograd add to it in place moves 16 (of bf16 22).
+
+From then on .grad is the view of `grads`, to which autograd adds in place, so that whoever looks at it in a backward
+(hooks of any kind) finds what plain torch has there. Not where `grads` has a wider dtype than the gradients: autograd
+would have to convert each before it adds, so .grad is None between them, but for hooks that can be seen (`show_sums`).
+.grad is the view from the start in pipelines, where weight gradients that wait add themselves (`ops.weight_grad`), and
+where autograd would clone a gradient for the parameter's strides.
 
 Without (stage 2) the reducer collects the gradients of a bucket when the last one has arrived.
 """
@@ -75,9 +79,10 @@ class Bucket:
         self.carry: torch.Tensor | None = None
         self._own_views: dict[Slot, torch.Tensor] = {}
         self._unwritten: set[Slot] = set()  # of which `grads` holds nothing of this step, and anything else
-        self._shown: set[Slot] = set()  # of which .grad is what autograd adds to, because hooks of a script look at it
+        self._shown: set[Slot] = set()  # of which .grad is the view of `grads`, unless a script has put another there
         self._gaps: list[torch.Tensor] | None = None  # what no parameter lies in of `grads`
         self._preset = False
+        self._zeros = -1  # how often `grads` had been written to when it was all zeros last
         self._versions: list[int] = []
         self._addresses: list[int] = []  # of the parameters' views
 
@@ -179,6 +184,7 @@ class Bucket:
             self.complete()
             for slot in self.grad_views:
                 self._point_at(slot)
+            self._zeros = -1 if self.grads is None else self.grads._version
 
     def show_sums(self, of: Collection[int] | None = None) -> None:
         """Have autograd add to the views of `grads`, as .grad of the parameters (of all entries, or of those with these
@@ -190,11 +196,10 @@ class Bucket:
             if (own := own_gradient(slot.entry.param)) is not None and own is not view:
                 self.collect(slot)  # what a script has put there
             self._point_at(slot)
-            if not self._preset:
-                self._shown.add(slot)
 
     def _point_at(self, slot: Slot) -> None:
         view, param = self.grad_views[slot], slot.entry.param
+        self._shown.add(slot)
         if own_gradient(param) is not view:
             if slot in self._unwritten:
                 self._unwritten.discard(slot)
@@ -224,6 +229,13 @@ class Bucket:
         if zeros:
             torch._foreach_zero_(zeros)
         self._unwritten.clear()
+
+    def assigned(self) -> list[Slot]:
+        """Whose .grad is what a script has put there, or a backward that no bucket was told of."""
+        slots = self.plan.slots
+        grads = [own_gradient(slot.entry.param) for slot in slots]
+        views = self.grad_views
+        return [s for s, grad in zip(slots, grads, strict=True) if grad is not None and grad is not views.get(s)]
 
     @property
     def has_copies(self) -> bool:
@@ -309,7 +321,7 @@ class Bucket:
 
     def _empty_views(self) -> None:
         """Nothing of `grads` is of this step."""
-        if not (self.empty and self._preset):
+        if not self._preset or self.grads is None or self.grads._version != self._zeros:
             self._unwritten = set(self.grad_views)
             self._shown.clear()
             for slot in self.grad_views:
@@ -322,18 +334,26 @@ class Bucket:
         self.empty = False
         view, param = self.grad_views[slot], slot.entry.param
         grad = own_gradient(param)
-        if slot in self._shown and grad is None:  # a hook has dropped all that there was
-            self._shown.discard(slot)
-            self._unwritten.add(slot)
-            return False
-        if grad is view or grad is None:
+        if grad is None:
+            if slot in self._shown:  # a hook has dropped all that there was
+                self._shown.discard(slot)
+                self._unwritten.add(slot)
+                if self._preset:
+                    self._point_at(slot)
+                return False
+            return slot not in self._unwritten
+        if grad is view:
             return True
         if slot in self._unwritten or slot in self._shown:  # where a hook has put another tensor, it is the sum
             self._unwritten.discard(slot)
             view.copy_(grad)
         else:
             view.add_(grad)
-        set_own_gradient(param, view if self._preset or slot in self._shown else None)
+        if slot in self._shown or grad.dtype == view.dtype:
+            self._shown.add(slot)
+            set_own_gradient(param, view)
+        else:
+            set_own_gradient(param, None)
         return True
 
     def release(self) -> None:

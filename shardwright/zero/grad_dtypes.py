@@ -19,6 +19,8 @@ from torch import nn
 
 from .param_guard import own_gradient
 
+_LEAF = "AccumulateGrad"  # by name: a script's Function may keep a `variable`, too, and is called "...Backward"
+
 
 class GradDtypes:
     """Of `params`, which have half precision and are summed in `summed`; `wide`: they start with it. From the first
@@ -58,7 +60,7 @@ def uses(roots: Iterable[torch.Tensor]) -> Counter[nn.Parameter]:
             if before in leaves:
                 leaves[before] += 1
             elif before is not None and before not in seen:
-                if hasattr(before, "variable"):
+                if type(before).__name__ == _LEAF:
                     leaves[before] = 1
                 else:
                     seen.add(before)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
-from ..comm.compat import has_backward_hooks
+from ..comm.compat import gradient_hooks, has_backward_hooks, without_torch_function
 from ..interface.shards import LoadedShard, ParamShard
 from ..precision.grad_norm import power_sum
 from ..precision.grad_state import GradState
@@ -162,7 +162,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             shared_rows=self._shared_rows(plans),
             on_final=self._bucket_is_final,
             on_outside=self._others.arrived,
-            is_watched=partial(has_backward_hooks, list(model.modules())),
+            is_watched=partial(self._is_watched, list(model.modules())),
         )
         self.gatherer: ParamGatherer | UnitGatherer
         self.gatherer = self.units or ParamGatherer(
@@ -189,6 +189,14 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         ]
         # in a runtime whole gradients accumulate over the microbatches of a step at stage 2, too
         self._grad_dtypes = GradDtypes(half, torch.float32, wide=stage < 2 or not launch_in_backward)
+
+    def _is_watched(self, modules: Collection[nn.Module]) -> bool:
+        """Whether a script has hooks that run before a gradient is there, and may look at what is summed so far."""
+        if has_backward_hooks(modules):
+            return True
+        narrow = [bucket for bucket in self.buckets if bucket.dtype != bucket.master_dtype]
+        with without_torch_function():  # nobody is asked about hooks
+            return any(len(gradient_hooks(slot.entry.param)) > 1 for bucket in narrow for slot in bucket.plan.slots)
 
     def _filled_bucket(self, plan: BucketPlan, index: int, most: int) -> Bucket:
         groups = self.groups.of(plan.family)
@@ -316,6 +324,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
     def _finish_gradients(self) -> None:
         self._others.require_unspoiled()
+        if not self._has_gradients and any(bucket.assigned() for bucket in self.buckets):
+            self._take_assigned()
         if self._agreed:
             return
         self._reads.refuse_dropped()
@@ -337,6 +347,20 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._agreed = True
         if self.grad_state is GradState.ACCUMULATING:
             self.grad_state = GradState.FINAL
+
+    def _take_assigned(self) -> None:
+        """A script has assigned .grad of some parameters, and there was no backward: those are the gradients."""
+        if self.grad_state is not GradState.ACCUMULATING:
+            raise ValueError(
+                "param.grad = tensor after a step, without zero_grad in between: call optimizer.zero_grad() first"
+            )
+        if self.scaler is not None:
+            raise ValueError(
+                "param.grad = tensor without a backward under fp16: the step would divide it by the loss scale, which "
+                "only booster.backward applies; train in bf16, or call booster.backward on a loss"
+            )
+        with self.plain_parameters():
+            self.note_backward()
 
     def _stepped_gradients(self) -> list[torch.Tensor]:
         return [bucket.step_grad for bucket in self.buckets]

@@ -212,7 +212,8 @@ class GradReducer:
         if self.launch_in_backward:
             if (self._let_scripts_hook_first(self.buckets) or self._is_watched()) and self.keep_full:
                 for bucket in self.buckets:  # hooks look at what is summed so far, as by plain torch
-                    bucket.show_sums()
+                    if bucket.dtype != bucket.master_dtype:  # else they do anyway
+                        bucket.show_sums()
             for window in self._windows.values() if self._reduces_now else ():
                 window.open()
 
@@ -370,6 +371,8 @@ class GradReducer:
         with self._on_stream():
             for earlier in [flight for flight in self._flying if flight.bucket is bucket]:  # the microbatch before
                 self._settle(earlier)
+        for slot in bucket.assigned():
+            self._collect(window, window.next - 1, slot)
         bucket.complete()
         *first, last = range(len(self._pieces[bucket.index]))
         self._in_parts = bucket

@@ -124,3 +124,45 @@ def _hooked(rank: int, world: int) -> None:
 
 def test_hooks_of_a_script_see_every_gradient() -> None:
     run_ranks(_hooked, 4, timeout=120)
+
+
+def _replaced(rank: int, world: int) -> None:
+    """What a hook puts in place of the sum of microbatches is the sum, and what zero_grad leaves is zero."""
+
+    def replace(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad = 2.0 * param.grad
+
+    with keep_float64():
+        for style in ({"pp_style": "1f1b"}, *STYLES):
+            plain, model = (zoo.build("llama-causal-lm", dtype=torch.float64) for _ in range(2))
+            model.load_state_dict(plain.state_dict())
+            for one in (plain, model):
+                for name, param in one.named_parameters():
+                    if "k_proj" in name or "norm" in name:
+                        param.register_post_accumulate_grad_hook(replace)
+            reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+            plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", **style)
+            booster = Booster(plugin=plugin)
+            boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(2):
+                for param in boosted.parameters():
+                    if param.grad is not None:
+                        param.grad.add_(1.0)
+                optimizer.zero_grad()
+                tokens = zoo.inputs("llama-causal-lm", batch_size=4, seed=step)["input_ids"]
+                batch = {"input_ids": tokens, "labels": tokens}  # microbatches weigh the same
+                booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
+                for part in range(2):
+                    loss = plain(**{key: value.chunk(2)[part] for key, value in batch.items()}).loss
+                    (loss / 2).backward()
+                for each in (reference, optimizer):
+                    each.step()
+                    each.zero_grad()
+            expected = dict(plain.named_parameters())
+            for name, param in boosted.unwrap().named_parameters():
+                torch.testing.assert_close(param, expected[name], rtol=1e-9, atol=1e-11, msg=f"{style}: {name}")
+
+
+def test_what_hooks_put_in_place_of_sums_is_reduced() -> None:
+    run_ranks(_replaced, 2)

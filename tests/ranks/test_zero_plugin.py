@@ -12,6 +12,7 @@ from zero_cases import SAMPLES, Model, Plan, Trace, batch, loss_of, reference, u
 
 from shardwright.booster import Booster
 from shardwright.cluster.mesh import ParallelMesh
+from shardwright.plugins import HybridParallelPlugin
 from shardwright.plugins.low_level_zero import LowLevelZeroPlugin
 from shardwright.testing import run_ranks
 from shardwright.zero.optimizer import ZeroOptimizer
@@ -282,3 +283,40 @@ def lora(rank: int, world_size: int) -> None:
 
 def test_lora_adapters_train_alone() -> None:
     run_ranks(lora, 2, timeout=60)
+
+
+def assigned(rank: int, world_size: int) -> None:
+    """Gradients that a script makes and assigns itself: all of them, or of a parameter that no backward reaches."""
+    for stage in range(4):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+        model.load_state_dict(plain.state_dict())
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=stage, precision="fp32", max_norm=0.5))
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        for step in range(3):
+            xs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            own = xs.chunk(world_size)[rank]
+            if step < 2:
+                params, mine = list(plain.parameters()), list(model.parameters())
+                for param, grad in zip(params, torch.autograd.grad(plain(xs).square().mean(), params), strict=True):
+                    param.grad = grad
+                for param, grad in zip(mine, torch.autograd.grad(model(own).square().mean(), mine), strict=True):
+                    param.grad = grad
+            else:
+                plain[1].weight.grad = torch.ones_like(plain[1].weight)
+                list(model.parameters())[2].grad = torch.ones_like(plain[1].weight)
+                plain[0](xs).square().mean().backward()
+                booster.backward(model.unwrap()[0](own).square().mean(), optimizer)
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            for each in (reference, optimizer):
+                each.step()
+                each.zero_grad()
+            for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=f"{stage}, {step}: {name}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_assigned_gradients_are_stepped_on(world_size: int) -> None:
+    run_ranks(assigned, world_size)
