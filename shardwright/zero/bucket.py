@@ -328,12 +328,19 @@ class Bucket:
                 set_own_gradient(slot.entry.param, None)
         self._show_preset()
 
-    @torch.no_grad()
     def collect(self, slot: Slot) -> bool:
         """Make sure the gradient that backward just produced for `slot` is in `grads`; whether there is one."""
         self.empty = False
+        grad = own_gradient(slot.entry.param)
+        if grad is self.grad_views[slot]:  # mostly, so that nothing is entered for it
+            return True
+        if not torch.is_grad_enabled():  # in backwards, but for those that make a graph
+            return self._take(slot, grad)
+        with torch.no_grad():
+            return self._take(slot, grad)
+
+    def _take(self, slot: Slot, grad: torch.Tensor | None) -> bool:
         view, param = self.grad_views[slot], slot.entry.param
-        grad = own_gradient(param)
         if grad is None:
             if slot in self._shown:  # a hook has dropped all that there was
                 self._shown.discard(slot)
@@ -342,8 +349,6 @@ class Bucket:
                     self._point_at(slot)
                 return False
             return slot not in self._unwritten
-        if grad is view:
-            return True
         if slot in self._unwritten or slot in self._shown:  # where a hook has put another tensor, it is the sum
             self._unwritten.discard(slot)
             view.copy_(grad)

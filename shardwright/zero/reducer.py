@@ -250,14 +250,15 @@ class GradReducer:
         return all(bucket.state is GradState.ACCUMULATING or self._is_held(bucket) for bucket in self.buckets)
 
     def on_gradient(self, slot: Slot) -> None:
-        if not self.in_backward and not self.bucket_of(slot).holds(slot):
-            return  # the model has been boosted again, and this optimizer is of the past
-        if not self.in_backward and self.launch_in_backward:
-            self._on_outside(slot)
-            self._collect(*self._places[slot], slot)
-            return
         window, position = self._places[slot]
         bucket = window.buckets[position]
+        if not self.in_backward:
+            if not bucket.holds(slot):
+                return  # the model has been boosted again, and this optimizer is of the past
+            if self.launch_in_backward:
+                self._on_outside(slot)
+                self._collect(window, position, slot)
+                return
         if not self.launch_in_backward and bucket.state is not GradState.ACCUMULATING and not self._is_held(bucket):
             raise ValueError(
                 f"{slot.entry.name}: a gradient after those of its pipeline stage were reduced; pass a batch like this "
@@ -271,8 +272,7 @@ class GradReducer:
                 f"{slot.entry.name}: a second gradient after its bucket was reduced; call backward through the booster "
                 "(booster.backward), once per forward, with no_sync() around all but the last one of a step"
             )
-        missing = window.missing[position]
-        missing.discard(slot)
+        window.missing[position].discard(slot)
         while window.has_complete:
             self._launch_next(window)
 
