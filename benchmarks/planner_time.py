@@ -4,17 +4,19 @@
     python benchmarks/planner_time.py calibration.json [--rounds 5] [--out figures.json]
 
 A Llama is trained on one global batch in twenty layouts of one, two and four ranks; those of as many ranks take turns,
-some steps at a time, as a job's weights lie in the caches from step to step. Printed are the medians of the wall time
-of a step (the slowest rank's) and of its processor time (summed over ranks), beside what is predicted of both, and how
-alike the orders are (Kendall's tau: 1 is the same, 0 none). On a busy machine look at the processor times, since ranks
-that share cores with others take longer.
+some steps at a time, as a job's weights lie in the caches from step to step. So do the steps of other models by which
+`shardwright calibrate` tells how fast the machine is at the time, which need not be what it was when that ran. Printed
+are the medians of the wall time of a step (the slowest rank's) and of its processor time (summed over ranks), beside
+what is predicted of both, and how alike the orders are (Kendall's tau: 1 is the same, 0 none). On a busy machine look
+at the processor times, since ranks that share cores with others take longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -28,7 +30,8 @@ from turns import Turns
 from shardwright import Booster
 from shardwright.lazy import LazyInitContext
 from shardwright.models.example_inputs import loss_of
-from shardwright.planner.devices import device_of
+from shardwright.planner.calibration import Calibration, calibrated, read
+from shardwright.planner.measure_steps import REFERENCES, WORDS, shares
 from shardwright.planner.replay import Job
 from shardwright.planner.step_times import step_times
 from shardwright.plugins import HybridParallelPlugin
@@ -96,28 +99,52 @@ def replicas(world: int, options: dict[str, Any]) -> int:
     return world // (options.get("tp_size", 1) * options.get("pp_size", 1))
 
 
+def reference(width: int, words: int) -> torch.nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=words,
+            hidden_size=width,
+            intermediate_size=11 * width // 4,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
+
+
+def steps_of(
+    bare: torch.nn.Module, plugin: HybridParallelPlugin, own: dict[str, torch.Tensor]
+) -> Callable[[int], None]:
+    booster = Booster(plugin=plugin)
+    model: Any
+    optim: Any
+    model, optim, *_ = booster.boost(bare, optimizer(bare))
+
+    def steps(number: int) -> None:
+        for _ in range(IN_A_ROW):
+            booster.execute_pipeline(iter([own]), model, lambda outputs, _: loss_of(outputs), optim)
+            optim.step()
+            optim.zero_grad()
+
+    return steps
+
+
 def measure(rank: int, world: int, layouts: dict[str, dict[str, Any]], rounds: int) -> Turns:
-    steps = {}
-    for name, options in layouts.items():
-        booster = Booster(plugin=plugin(options))
-        bare = LlamaForCausalLM(CONFIG)
-        model, optim, *_ = booster.boost(bare, optimizer(bare))
-        own = batch(SAMPLES // replicas(world, options))
-
-        def step(number: int, booster: Any = booster, model: Any = model, optim: Any = optim, own: Any = own) -> None:
-            for _ in range(IN_A_ROW):
-                booster.execute_pipeline(iter([own]), model, lambda outputs, _: loss_of(outputs), optim)
-                optim.step()
-                optim.zero_grad()
-
-        steps[name] = step
+    torch.set_num_threads(1)  # as torchrun has it
+    steps = {
+        name: steps_of(LlamaForCausalLM(CONFIG), plugin(options), batch(SAMPLES // replicas(world, options)))
+        for name, options in layouts.items()
+    }
+    for number, known in enumerate(REFERENCES):
+        own = HybridParallelPlugin(precision="fp32", **known.options)
+        steps[f"reference {number}"] = steps_of(reference(known.width, WORDS), own, known.batch(rank))
     return Turns.take(steps, rounds, warm_up=1)
 
 
-def predict(world: int, options: dict[str, Any], calibration: str) -> tuple[float, float]:
+def predict(world: int, options: dict[str, Any], found: Calibration) -> tuple[float, float]:
     """Seconds of a step, and of the processor, over all ranks."""
     job = Job(partial(plugin, options), lazy, optimizer, batch(SAMPLES // replicas(world, options)))
-    times = step_times(job, world, device_of(calibration, None, "fp32", world))
+    times = step_times(job, world, calibrated(found, "fp32", world))
     assert not times.relative, times.relative
     return times.seconds, world * times.processor
 
@@ -135,11 +162,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="figures as JSON")
     given = parser.parse_args()
     rows: dict[str, dict[str, float]] = {}
+    found = read(given.calibration)
     for world in sorted({world for world, _ in LAYOUTS.values()}):
         layouts = {name: options for name, (ranks, options) in LAYOUTS.items() if ranks == world}
         taken = run_ranks(measure, world, layouts, given.rounds, timeout=1800, debug="OFF")[0]
+        seconds = [median(taken.cpu[f"reference {n}"]) / IN_A_ROW / world for n in range(len(REFERENCES))]
+        found = replace(found, whole={**found.whole, **shares(reference, found, {world: seconds})})
+        print(f"{world} ranks: operators and host, in those of the file: {found.whole[str(world)]}")
         for name, options in layouts.items():
-            wall, cpu = predict(world, options, given.calibration)
+            wall, cpu = predict(world, options, found)
             rows[name] = {
                 "wall": median(taken.wall[name]) / IN_A_ROW,
                 "least wall": min(taken.wall[name]) / IN_A_ROW,
@@ -152,9 +183,15 @@ def main() -> None:
         off = [row[f"predicted {kind}"] / row[kind] - 1 for kind in ("wall", "cpu")]
         wall, least, other, cpu, processor = (1000 * row[key] for key in row)
         print(f"{name:32}{wall:9.0f}{least:9.0f}{other:11.0f}{off[0]:8.0%}{cpu:9.0f}{processor:11.0f}{off[1]:8.0%}")
+    for ranks in ((1, 2), (1, 2, 4)):
+        own = [row for name, row in rows.items() if LAYOUTS[name][0] in ranks]
+        for kind in ("wall", "cpu"):
+            off = [abs(row[f"predicted {kind}"] / row[kind] - 1) for row in own]
+            order = tau([row[kind] for row in own], [row[f"predicted {kind}"] for row in own])
+            words = f"{median(off):.0%} off in the median, {max(off):.0%} at worst, Kendall's tau {order:.2f}"
+            print(f"{kind} times of {len(own)} layouts of up to {ranks[-1]} ranks: {words}")
     columns = {key: [row[key] for row in rows.values()] for key in next(iter(rows.values()))}
     taus = {kind: tau(columns[kind], columns[f"predicted {kind}"]) for kind in ("wall", "cpu")}
-    print(f"Kendall's tau: {taus['wall']:.2f} of wall times, {taus['cpu']:.2f} of processor times")
     if given.out is not None:
         given.out.write_text(json.dumps({"layouts": rows, "tau": taus}, indent=1))
 

@@ -288,8 +288,11 @@ def _whole(found: Calibration, ranks: int) -> tuple[float, float]:
 
 def _host(found: Mapping[str, float]) -> Host:
     """What was measured of it: nothing with one rank."""
+    names = ("action", "waiting", "answered")
+    action, waiting, answered = (found.get(name, 0.0) for name in names)
     hooks, replicas = ((found.get(name, 0.0), found.get(f"gathering {name}", 0.0)) for name in ("hooks", "replicas"))
-    return Host(found.get("collective", 0.0), hooks, replicas, found.get("action", 0.0), found.get("waiting", 0.0))
+    again = found.get("again", 0.0), found.get("again in part", 0.0)
+    return Host(found.get("collective", 0.0), hooks, replicas, action, waiting, again, answered)
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}

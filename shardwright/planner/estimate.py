@@ -153,9 +153,11 @@ class Estimator:
         ring = self._sequence()
         forward = layer.forward + layer.start + sent[0] + ring
         backward = layer.backward + layer.start_back + sent[1] + ring + self._added(layer)
-        backward += layout.whole * forward + layout.selective * (layer.cheap + layer.start / 2)
+        host = self._task.machine.host
+        backward += layout.whole * (forward + host.again[0])
+        backward += layout.selective * (layer.cheap + layer.start / 2 + host.again[1])
         if STYLES[layout.style].splits and layout.pp > 1:
-            backward += self._task.machine.host.waiting
+            backward += host.waiting
         return forward, backward, layer.forward
 
     @cached_property
@@ -203,7 +205,7 @@ class Estimator:
         if layout.tp == 1:
             return 0.0
         sending = sent / (machine.inside * machine.sending)
-        return sending + calls * max(machine.latency, machine.host.collective)
+        return sending + calls * max(machine.latency, machine.host.collective, machine.host.answered)
 
     def _sequence(self) -> float:
         """Of a layer: four exchanges of what a rank has."""

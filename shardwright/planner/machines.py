@@ -25,6 +25,8 @@ class Host(NamedTuple):
     replicas     of a step, where other ranks have the same parameters; the same two
     action       of a forward or a backward of a pipeline's stage
     waiting      of a layer's backward whose weight gradients wait
+    again        of a layer that is recomputed, beside its forward: as a whole, and in part
+    answered     of the clock, from a layer's tensor-parallel collective to its answer
     """
 
     collective: float = 0.0
@@ -32,6 +34,8 @@ class Host(NamedTuple):
     replicas: tuple[float, float] = (0.0, 0.0)
     action: float = 0.0
     waiting: float = 0.0
+    again: tuple[float, float] = (0.0, 0.0)
+    answered: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ in a row.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from torch import nn
 
 from ..booster import Booster
 from ..models.example_inputs import loss_of
+from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..plugins import HybridParallelPlugin
 from .calibration import Point
 from .operators import Operators, attention_flops
@@ -28,6 +30,7 @@ from .operators import Operators, attention_flops
 Say = Callable[[str], None]
 _WARM = 3  # steps of a model that do not count: in the first ones a loss is looked into
 _WEIGHTS, _WEIGHTS_BYTES = 56, 2**26  # of a model of eight layers, as far as they are no more than this
+_KEPT = 16  # results, as a backward needs them: the next call writes to other memory, which is in no cache
 _LEAST = 0.25  # of what a call takes, where the host's part is measured to be longer than it
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 
@@ -103,9 +106,10 @@ class Clock:
             end.record()
             torch.cuda.synchronize()
             return start.elapsed_time(end) / 1000 / calls
+        kept: deque[object] = deque(maxlen=_KEPT)
         began = time.process_time()
         for _ in range(calls):
-            call()
+            kept.append(call())
         return (time.process_time() - began) / calls
 
 
@@ -238,7 +242,8 @@ def host(
 ) -> dict[str, float]:
     """Seconds of the host where there is hardly anything to compute: for an operator, forward and backward, as models
     of one and of four layers differ, and for a layer in all; around a microbatch and for a step, as steps of one and of
-    four microbatches do. This process must be the only rank of a job.
+    four microbatches do; for a layer that is recomputed, beside its forward or half of it. This process must be the
+    only rank of a job.
 
     model, batch   with so many layers, and of so many samples
     """
@@ -249,13 +254,29 @@ def host(
     )
     microbatch = max(four - one, 0.0) / 3
     found = {"around": max(microbatch - sum(layer), 0.0), "step": max(one - microbatch, 0.0), "layer": sum(layer)}
+    plain, whole, in_part = (
+        step_seconds(model(4).to(device), batch(1), size, num_microbatches=1, gradient_checkpoint_config=config)
+        for config in (
+            None,
+            PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0),
+            PipelineGradientCheckpointConfig(selective_ratio=1.0),
+        )
+    )
+    found["again"] = max((whole - plain) / 4 - layer[0], 0.0)
+    found["again in part"] = max((in_part - plain) / 4 - layer[0] / 2, 0.0)
     for place, name in enumerate(("forward", "backward")):
         found[name] = 3 * layer[place] / max(many[place][1] - few[place][1], 1)
     return found
 
 
-def step_seconds(model: nn.Module, batch: Mapping[str, Any], size: Size, **options: Any) -> float:
-    """Of the processor for a step through the Booster. All ranks of the job step together."""
+def step_seconds(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    size: Size,
+    clock: Callable[[], float] = time.process_time,
+    **options: Any,
+) -> float:
+    """For a step through the Booster. All ranks of the job step together."""
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **options))
     boosted: Any
     optimizer: Any
@@ -263,11 +284,11 @@ def step_seconds(model: nn.Module, batch: Mapping[str, Any], size: Size, **optio
     times = []
     for _ in range(_repeats(size)):
         dist.barrier()
-        began = time.process_time()
+        began = clock()
         booster.execute_pipeline(iter([batch]), boosted, lambda outputs, _: loss_of(outputs), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.process_time() - began)
+        times.append(clock() - began)
     return median(times[_WARM:])
 
 

@@ -4,6 +4,7 @@ anything to compute, in layouts of two ranks, beside the same models alone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +43,10 @@ def layouts(
         return max(layer - alone["layer"], 0.0), max(few - layer - alone["around"] - alone["step"], 0.0)
 
     tensors = len(list(model(2).parameters())) - len(list(model(1).parameters()))
-    found = {"collective": of_layer(tp_size=2)[0] / _COLLECTIVES}
+    found = {
+        "collective": of_layer(tp_size=2)[0] / _COLLECTIVES,
+        "answered": of_layer(tp_size=2, clock=time.perf_counter)[0] / _COLLECTIVES,
+    }
     for stage, name in ((1, ""), (3, "gathering ")):
         hooks, found[f"{name}replicas"] = of_layer(zero_stage=stage, begin=dist.get_rank())
         found[f"{name}hooks"] = hooks / tensors

@@ -31,8 +31,8 @@ from .step_times import Profiled, shape_of
 MakeModel = Callable[[int, int], nn.Module]  # of a width, and so many words
 
 
-class _Reference(NamedTuple):
-    """A model, and its batch of a rank."""
+class Reference(NamedTuple):
+    """A model of `WORDS` words, and its batch of a rank."""
 
     width: int
     length: int
@@ -42,17 +42,23 @@ class _Reference(NamedTuple):
     def options(self) -> dict[str, Any]:
         return {"zero_stage": 1, "max_norm": 1.0, "num_microbatches": self.microbatches}
 
+    def batch(self, begin: int) -> dict[str, torch.Tensor]:
+        numbers = torch.Generator().manual_seed(begin)
+        ids = torch.randint(0, WORDS, (_SAMPLES, self.length), generator=numbers)
+        return {"input_ids": ids, "labels": ids}
 
-_REFERENCES = (_Reference(256, 128, 1), _Reference(256, 32, 4), _Reference(128, 64, 2), _Reference(64, 16, 2))
-_SAMPLES, _WORDS = 4, 1024
+
+REFERENCES = (Reference(256, 128, 1), Reference(256, 32, 4), Reference(128, 64, 2), Reference(64, 16, 2))
+WORDS = 1024
+_SAMPLES = 4
 _LEAST, _MOST = 0.25, 4.0  # times; beyond, it is the measurement that is wrong
 
 
 def seconds(model: MakeModel, rank: int, world: int, size: Size) -> list[float]:
     """By reference: of a rank's processor, for a step, the mean over the job, whose rank this process is."""
     own = [
-        step_seconds(model(reference.width, _WORDS), _batch(reference, rank), size, **reference.options)
-        for reference in _REFERENCES
+        step_seconds(model(reference.width, WORDS), reference.batch(rank), size, **reference.options)
+        for reference in REFERENCES
     ]
     everywhere = [own] * world
     dist.all_gather_object(everywhere, own)
@@ -66,7 +72,7 @@ def shares(model: MakeModel, found: Calibration, measured: Mapping[int, Sequence
 
 def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[float]) -> list[float]:
     """Of operators and of the host."""
-    steps = [_Step(model, world, reference) for reference in _REFERENCES]
+    steps = [_Step(model, world, reference) for reference in REFERENCES]
 
     def predicted(operators: float, host: float) -> Any:
         known = replace(found, whole={str(world): (operators, host)})
@@ -86,8 +92,8 @@ def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[fl
 class _Step:
     """Of a reference, on so many ranks."""
 
-    def __init__(self, model: MakeModel, world: int, reference: _Reference) -> None:
-        job = Job(partial(_plugin, reference), partial(_lazy, model, reference), _adamw, _batch(reference, 0))
+    def __init__(self, model: MakeModel, world: int, reference: Reference) -> None:
+        job = Job(partial(_plugin, reference), partial(_lazy, model, reference), _adamw, reference.batch(0))
         self._world = world
         self._profiled = Profiled(job, shape_of(job, world), "cpu")
 
@@ -97,20 +103,14 @@ class _Step:
         return self._profiled.estimator(self._world, machine).estimate(simulated=False).processor
 
 
-def _plugin(reference: _Reference, **changes: Any) -> HybridParallelPlugin:
+def _plugin(reference: Reference, **changes: Any) -> HybridParallelPlugin:
     return HybridParallelPlugin(**{"precision": "fp32", **reference.options, **changes})
 
 
-def _lazy(model: MakeModel, reference: _Reference) -> nn.Module:
+def _lazy(model: MakeModel, reference: Reference) -> nn.Module:
     with LazyInitContext():
-        return model(reference.width, _WORDS)
+        return model(reference.width, WORDS)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
-
-
-def _batch(reference: _Reference, begin: int) -> dict[str, torch.Tensor]:
-    numbers = torch.Generator().manual_seed(begin)
-    ids = torch.randint(0, _WORDS, (_SAMPLES, reference.length), generator=numbers)
-    return {"input_ids": ids, "labels": ids}
