@@ -1,7 +1,7 @@
 """What the planner predicts beside what others have published, and beside replays of whole layouts.
 
     python benchmarks/planner.py published        steps and memory of layouts in public tables
-    python benchmarks/planner.py memory           what the search estimates beside `shardwright plan --peak`, 22 layouts
+    python benchmarks/planner.py memory           what the search estimates beside `shardwright plan --peak`, 28 layouts
 
 Nothing here measures a device.
 """
@@ -118,7 +118,9 @@ def layouts() -> list[Layout]:
     alone += [{"zero": 3, "whole": 1.0}]
     kinds = (two, four, {**four, "whole": 0.5}, {**two, **zb}, {**two, **zbv}, {**two, **interleaved})
     piped = [{**kind, **again} for kind in kinds for again in ({}, {"whole": 1.0}) if "whole" not in kind or not again]
-    piped += [{**two, "zero": 3}, {**two, "zero": 3, "whole": 1.0}, {**four, "tp": 2, "whole": 1.0}]
+    kinds = (two, four, {**two, **zb}, {**two, **zbv})
+    piped += [{**kind, "zero": 3, "whole": whole} for kind in kinds for whole in (0.0, 1.0)]
+    piped += [{**four, "tp": 2, "whole": 1.0}]
     piped += [{**four, "selective": 1.0}]
     return [made(**changes) for changes in alone + piped]
 

@@ -468,6 +468,15 @@ class Estimator:
         of_head = max(rest.forward_top, rest.backward_top - summed)
         return of_layers, max(of_layers, of_head)
 
+    def _unreduced(self, at_end: bool) -> float:
+        """Whole gradients of a chunk, which those that need not wait have until the others of its microbatch are there
+        (from stage 2 on, where no buffer has room for them); `at_end`: of a rank that has embedding or head.
+        """
+        layout, rest = self._layout, self._rates.rest.parameters / 2 if at_end else 0.0
+        if layout.zero < 2 or layout.pp == 1 or not STYLES[layout.style].splits:
+            return 0.0
+        return 4 * (self._most * self._rates.layer.parameters + rest)
+
     @property
     def _at_table(self) -> float:
         """Of the end of a backward where the table is, when all of the microbatch has gone: its gradient in the dtype
@@ -493,7 +502,7 @@ class Estimator:
             if layout.style == "interleaved":
                 held *= 1 + (layout.pp - 1) / self._stages
             others = held - self._counts[0] * self._kept
-            return ends + max(held + layers, others + self._at_table) + besides
+            return ends + max(held + layers, others + max(self._at_table, self._unreduced(at_end=True))) + besides
         schedule, _ = self._schedule
         kept = [count * self._kept for count in self._counts]
         kept[-1] += self._rates.rest.kept
@@ -515,6 +524,9 @@ class Estimator:
             highest = float((held + np.where(stages == self._stages - 1, head, layers)).max())
             if rank == first:
                 highest = max(highest, float(held.max()) - kept[0] + self._at_table)
+            unreduced = self._unreduced(rank in (first, last))
+            if unreduced:  # when what the microbatch has kept is gone
+                highest = max(highest, float(held.max()) - self._most * self._kept + unreduced)
             found.append(self._static(parameters) + highest + besides)
         return max(found)
 
