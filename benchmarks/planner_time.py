@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turns import Turns
 
 from shardwright import Booster
+from shardwright.cli.calibrate import wide_llama
 from shardwright.lazy import LazyInitContext
 from shardwright.models.example_inputs import loss_of
 from shardwright.planner.calibration import Calibration, calibrated, read
@@ -99,19 +100,6 @@ def replicas(world: int, options: dict[str, Any]) -> int:
     return world // (options.get("tp_size", 1) * options.get("pp_size", 1))
 
 
-def reference(width: int, words: int) -> torch.nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=words,
-            hidden_size=width,
-            intermediate_size=11 * width // 4,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-        )
-    )
-
-
 def steps_of(
     bare: torch.nn.Module, plugin: HybridParallelPlugin, own: dict[str, torch.Tensor]
 ) -> Callable[[int], None]:
@@ -137,7 +125,7 @@ def measure(rank: int, world: int, layouts: dict[str, dict[str, Any]], rounds: i
     }
     for number, known in enumerate(REFERENCES):
         own = HybridParallelPlugin(precision="fp32", **known.options)
-        steps[f"reference {number}"] = steps_of(reference(known.width, WORDS), own, known.batch(rank))
+        steps[f"reference {number}"] = steps_of(wide_llama(known.width, WORDS), own, known.batch(rank))
     return Turns.take(steps, rounds, warm_up=1)
 
 
@@ -167,7 +155,7 @@ def main() -> None:
         layouts = {name: options for name, (ranks, options) in LAYOUTS.items() if ranks == world}
         taken = run_ranks(measure, world, layouts, given.rounds, timeout=1800, debug="OFF")[0]
         seconds = [median(taken.cpu[f"reference {n}"]) / IN_A_ROW / world for n in range(len(REFERENCES))]
-        found = replace(found, whole={**found.whole, **shares(reference, found, {world: seconds})})
+        found = replace(found, whole={**found.whole, **shares(wide_llama, found, {world: seconds})})
         print(f"{world} ranks: operators and host, in those of the file: {found.whole[str(world)]}")
         for name, options in layouts.items():
             wall, cpu = predict(world, options, found)

@@ -130,7 +130,7 @@ def _measure(args: argparse.Namespace) -> int:
             **found,
         )
         if whole:
-            calibration = replace(calibration, whole=shares(_wide, calibration, whole))
+            calibration = replace(calibration, whole=shares(wide_llama, calibration, whole))
         write(calibration, args.output)
         if not collectives:
             print("no collectives and messages were measured, with one rank: plans take links from the table")
@@ -167,7 +167,7 @@ def _steps(rank: int, world: int, directory: str, size: Any) -> list[float]:
     from ..planner.measure_steps import seconds
 
     with _joined(rank, world, f"{directory}/steps-{world}"):
-        return seconds(_wide, rank, world, size)
+        return seconds(wide_llama, rank, world, size)
 
 
 @contextmanager
@@ -223,7 +223,7 @@ def _model() -> Callable[[int], Any]:
     return lambda layers: LlamaForCausalLM(LlamaConfig(**{**settings, "num_hidden_layers": layers}))
 
 
-def _wide(width: int, words: int) -> Any:
+def wide_llama(width: int, words: int) -> Any:
     """A Llama of three layers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -152,10 +152,10 @@ class Profiled:
 
     def __init__(self, job: Job, shape: Shape, device: str) -> None:
         self._job, self._shape, self._layout = job, shape, shape.layout()
-        self._along = shape.plugin.settings.sequence_mode in ("split_gather", "ring")
+        along = shape.plugin.settings.sequence_mode in ("split_gather", "ring")
         source = Source(job.model, job.optimizer, job.batch, self._precision, (self._layout.samples,))
         with planning_for(device):
-            self._found = profile(source, self._layout.tp, self._along)
+            self._found = profile(source, self._layout.tp, along)
 
     @property
     def _precision(self) -> str:
