@@ -270,7 +270,8 @@ class GradReducer:
         if position < window.next:
             raise ValueError(
                 f"{slot.entry.name}: a second gradient after its bucket was reduced; call backward through the booster "
-                "(booster.backward), once per forward, with no_sync() around all but the last one of a step"
+                "(booster.backward), once per forward, with no_sync() around all but the last one of a step; "
+                "checkpoint a module that runs several times with use_reentrant=False"
             )
         window.missing[position].discard(slot)
         while window.has_complete:

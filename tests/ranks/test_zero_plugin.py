@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_zero import TINY_BUCKET, assert_same
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zero_cases import SAMPLES, Model, Plan, Trace, batch, loss_of, reference, uses
 
 from shardwright.booster import Booster
@@ -262,6 +263,35 @@ def misuse(rank: int, world_size: int) -> None:
 
 def test_misuse_is_named() -> None:
     run_ranks(misuse, 2, timeout=60)
+
+
+class Twice(nn.Module):
+    """A layer that runs twice, checkpointed."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+        return x.sum()
+
+
+def checkpointed_twice(rank: int, world_size: int) -> None:
+    """The advice of the refusal can be followed."""
+    for use_reentrant in (True, False):
+        booster, bare = Booster(plugin=LowLevelZeroPlugin(2, "fp32")), Twice(use_reentrant)
+        model, optim, *_ = booster.boost(bare, torch.optim.SGD(bare.parameters(), 0.1))
+        loss = model(torch.ones(2, 4, requires_grad=True))
+        refused = pytest.raises(ValueError, match="with use_reentrant=False") if use_reentrant else nullcontext()
+        with refused:
+            booster.backward(loss, optim)
+
+
+def test_a_layer_that_runs_twice_is_checkpointed_without_reentering() -> None:
+    run_ranks(checkpointed_twice, 1, timeout=60)
 
 
 def lora(rank: int, world_size: int) -> None:
