@@ -321,7 +321,9 @@ class Bucket:
 
     def _empty_views(self) -> None:
         """Nothing of `grads` is of this step."""
-        if not self._preset or self.grads is None or self.grads._version != self._zeros:
+        # collectives, as of tied weights that this rank has not used, are not among the writes that are counted
+        is_zero = self._preset and self.empty and self.grads is not None and self.grads._version == self._zeros
+        if not is_zero:
             self._unwritten = set(self.grad_views)
             self._shown.clear()
             for slot in self.grad_views:
