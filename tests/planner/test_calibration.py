@@ -187,7 +187,7 @@ def test_ranks_share_the_cores() -> None:
     [
         ((1.5 * 0.4 + 0.5 * 0.1 + 0.02, 1.5 * 0.1 + 0.5 * 0.2 + 0.02), [1.5, 0.5]),
         ((2 * 0.5 + 0.02, 2 * 0.3 + 0.02), [2.0, 2.0]),
-        ((0.3, 0.9), [0.65128] * 2),  # operators would take less than nothing; of each step its share counts
+        ((0.3, 0.9), [50.8 / 78] * 2),  # operators would take less than nothing; of each step its share counts
         ((0.01, 0.01), [0.25, 0.25]),
     ],
 )
@@ -208,7 +208,7 @@ def test_whole_steps_tell_operators_and_host_apart(
 
     monkeypatch.setattr(measure_steps, "_Step", Step)
     found = measure_steps.shares(lambda *_: None, made(), {2: taken})  # type: ignore[arg-type,return-value]
-    assert found["2"] == pytest.approx(expected, rel=1e-4)
+    assert found["2"] == pytest.approx(expected)
 
 
 def test_times_of_whole_steps_count_for_operators_and_host() -> None:
@@ -235,11 +235,11 @@ def test_gradients_are_added_where_they_are_kept() -> None:
         return found.estimate(simulated=True).parts["computing"]
 
     copied = 8e6 / 1e9
-    for changes, zeros in (({}, 0.0), ({"pp": 2}, 4e6 / 2 / 1e9)):
+    for changes in ({}, {"pp": 2}):
         read = 2e6 / 1e9 if not changes else 4e6 / 1e9  # what is counted without a table
         ranks = changes.get("pp", 1)
         more = seconds(known, **changes) - seconds(plain, **changes)
-        assert more == pytest.approx(2 * 8 / ranks * (4e6 / 1e8 - copied - read), rel=1e-3), (changes, zeros)
+        assert more == pytest.approx(2 * 8 / ranks * (4e6 / 1e8 - copied - read), rel=1e-3), changes
 
 
 def test_messages_keep_processors_busy() -> None:
@@ -377,8 +377,9 @@ def test_layouts_of_two_ranks_are_measured() -> None:
     assert one == other
     kinds = {f"{place}{kind}" for place in ("", "gathering ") for kind in ("hooks", "replicas")}
     assert set(one) == {"collective", "answered", "action", "waiting"} | kinds
-    assert all(0 <= seconds < 1 for seconds in one.values())  # differences, of which noise may leave nothing
-    assert sum(one.values()) > 1e-5
+    for noisy in ("waiting", "answered"):  # what zb takes beyond 1F1B, and a time by the clock
+        assert 0 <= one.pop(noisy) < 1
+    assert all(1e-7 < seconds < 1 for seconds in one.values()), one
 
 
 def _links(rank: int, world_size: int) -> Any:
