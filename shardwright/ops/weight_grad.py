@@ -90,12 +90,14 @@ class WeightGradStore:
     """Queues of postponed weight gradients, one per key; a key is whatever the schedule runs as one W action.
 
     limit   bytes that may wait; see the note above
+    prompt  parameters whose gradients never wait
     bytes   that wait now; memory that several gradients need counts once
     peak    most bytes that ever waited at once
     """
 
-    def __init__(self, limit: float = math.inf) -> None:
+    def __init__(self, limit: float = math.inf, prompt: Collection[Parameter] = ()) -> None:
         self.limit = limit
+        self.prompt = frozenset(prompt)
         self.bytes = self.peak = 0
         self._queues: dict[Hashable, deque[_Waiting]] = {}
         # whose hooks `run` is to fire, with how many gradients still wait
@@ -226,7 +228,7 @@ def may_be_left_out(weight: Tensor) -> bool:
 def store_for(param: Tensor | None) -> WeightGradStore | None:
     """The store that backward should leave the gradient of `param` in, or None: autograd takes it."""
     store = active_store()
-    if store is None or not isinstance(param, Parameter):
+    if store is None or not isinstance(param, Parameter) or param in store.prompt:
         return None
     return store if all(hook in _told_late for hook in gradient_hooks(param) + post_accumulate_hooks(param)) else None
 

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,18 +82,30 @@ class BackwardByGrad(Protocol):
     def __call__(self, tensors: Sequence[GradientEdge], grads: Sequence[Tensor], /) -> None: ...
 
 
+class Part(Enum):
+    """Of a chunk's parameters, by when their gradients are made: PROMPT ones always in B or I, in which they are
+    complete; the OTHERS, of which some may wait, are complete after B or W.
+    """
+
+    PROMPT = 0
+    OTHERS = 1
+
+
 class Reduction(Protocol):
     """Reduces the weight gradients of this rank's chunks over its data-parallel peers.
 
-    begin   a microbatch's gradients are about to be made: those of all the chunk's parameters, or of the given ones
+    prompt  whose gradients do not wait where others do (`Part.PROMPT`)
+    begin   a microbatch's gradients of a part are about to be made: those of all its parameters, or of the given ones
             only; others are there. With `last` they are the last of the step
     end     they are made. With `last` this is the action REDUCE
     finish  those of all chunks are made
     """
 
-    def begin(self, chunk: int, last: bool, of: Collection[torch.nn.Parameter] | None) -> None: ...
+    prompt: Collection[torch.nn.Parameter]
 
-    def end(self, chunk: int, last: bool) -> None: ...
+    def begin(self, chunk: int, part: Part, last: bool, of: Collection[torch.nn.Parameter] | None) -> None: ...
+
+    def end(self, chunk: int, part: Part, last: bool) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -148,6 +161,9 @@ class _Live(NamedTuple):
     metas: list[TensorMeta]  # of these outputs, and so of their gradients
     loss: Tensor | None  # on the last stage
     gradients: Callable[[], list[Tensor]] | None = None  # of its outputs, where there is no loss yet
+
+
+_COMPLETES = {Kind.B: (Part.PROMPT, Part.OTHERS), Kind.I: (Part.PROMPT,), Kind.W: (Part.OTHERS,)}
 
 
 class PipelineRuntime:
@@ -245,11 +261,17 @@ class PipelineRuntime:
         training = Kind.B in kinds or Kind.I in kinds
         if Kind.I in kinds and self._postpone_weights and self.weight_grads is None:
             # Linears postpone only what runs forward while a store exists.
-            self.weight_grads = WeightGradStore(math.inf if self._deferred_bytes is None else self._deferred_bytes)
+            self.weight_grads = WeightGradStore(
+                math.inf if self._deferred_bytes is None else self._deferred_bytes,
+                self._reduction.prompt if self._reduction is not None else (),
+            )
         self._start_step(shape_keys, training, overlap)
         self._slices = slices
         self._to_come = Counter(
-            action.stage for action in actions if action.kind in (Kind.B, Kind.W) and action.microbatch % slices == 0
+            (action.stage, part)
+            for action in actions
+            if action.microbatch % slices == 0
+            for part in _COMPLETES.get(action.kind, ())
         )
         self._to_leave = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.OFFLOAD}
         step = 0
@@ -297,7 +319,8 @@ class PipelineRuntime:
         self._live_bytes = self._largest = 0  # of all graphs held; most that a microbatch leaves on this rank's stages
         self._to_leave = set[tuple[int, int]]()  # whose activations wait in host memory
         self._joined: tuple[int, int] | None = None  # the forward that runs with the next action
-        self._to_come = Counter[int]()  # microbatches whose weight gradients are still to be made, by stage
+        # microbatches whose weight gradients are still to be made
+        self._to_come = Counter[tuple[int, Part]]()
         self._slices = 1  # of a microbatch
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
@@ -398,36 +421,38 @@ class PipelineRuntime:
         self.pairs.run(lambda: self._run_forward(*forward), lambda: self._run_full_backward(stage, microbatch))
 
     def _run_full_backward(self, stage: int, microbatch: int) -> None:
-        with self._making_gradients(stage, microbatch, None):
+        with self._making_gradients(stage, microbatch, Kind.B):
             self._backward_of(stage, microbatch, defer=False)
         self._num_live -= 1
 
     def _run_input_grad(self, stage: int, microbatch: int) -> None:
         if self.weight_grads is not None and self._deferred_bytes is None:
             self.weight_grads.limit = self._room_for_weights(stage, microbatch)
-        self._backward_of(stage, microbatch, defer=True)
+        with self._making_gradients(stage, microbatch, Kind.I):
+            self._backward_of(stage, microbatch, defer=True)
 
     def _run_weight_grad(self, stage: int, microbatch: int) -> None:
         store, key = self.weight_grads, (stage, microbatch)
-        with self._making_gradients(stage, microbatch, store.parameters(key) if store is not None else ()):
+        with self._making_gradients(stage, microbatch, Kind.W, store.parameters(key) if store is not None else ()):
             if store is not None:
                 store.run(key)
         self._num_live -= 1
 
     @contextmanager
     def _making_gradients(
-        self, stage: int, microbatch: int, of: Collection[torch.nn.Parameter] | None
+        self, stage: int, microbatch: int, kind: Kind, of: Collection[torch.nn.Parameter] | None = None
     ) -> Iterator[None]:
-        if microbatch % self._slices:
+        if self._reduction is None or microbatch % self._slices:
             yield
             return
-        self._to_come[stage] -= 1
-        chunk, last = self.placement.chunk_of(stage), self._to_come[stage] == 0
-        if self._reduction is not None:
-            self._reduction.begin(chunk, last, of)
+        chunk = self.placement.chunk_of(stage)
+        for part in _COMPLETES[kind]:
+            self._to_come[stage, part] -= 1
+            self._reduction.begin(chunk, part, self._to_come[stage, part] == 0, of)
         yield
-        if self._reduction is not None and not last:
-            self._reduction.end(chunk, last)
+        for part in _COMPLETES[kind]:
+            if self._to_come[stage, part]:
+                self._reduction.end(chunk, part, last=False)
 
     def _room_for_weights(self, stage: int, microbatch: int) -> int:
         """Bytes that 1F1B would hold at its peak, on its first rank, less those of the graphs that are held here and
@@ -479,7 +504,8 @@ class PipelineRuntime:
 
     def _reduce(self, stage: int, microbatch: int) -> None:
         if self._reduction is not None:
-            self._reduction.end(self.placement.chunk_of(stage), last=True)
+            for part in Part:
+                self._reduction.end(self.placement.chunk_of(stage), part, last=True)
 
     def _wait_weights(self, stage: int) -> None:
         if self._gathering is not None:

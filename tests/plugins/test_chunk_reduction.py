@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 from hybrid_ranks import Layout, Run
 
-from shardwright.pipeline.runtime import PipelineRuntime
+from shardwright.pipeline.planning.actions import Kind
+from shardwright.pipeline.runtime import Part, PipelineRuntime
+from shardwright.plugins.hybrid.chunks import chunk_of
+from shardwright.shardformer import PipelineGradientCheckpointConfig
 from shardwright.testing import keep_float64, run_ranks
 from shardwright.zero.layout import SHARED
 from shardwright.zero.param_guard import own_gradient
@@ -30,15 +33,18 @@ UNTIED = {"tie_word_embeddings": False, "num_hidden_layers": 8}
 
 
 class Event(NamedTuple):
-    """kind: "begins" or "ends", a backward or the weight gradients of a microbatch; or "leaves", a bucket.
+    """kind: "begins" or "ends", a backward or the weight gradients of a microbatch; "inputs begin" or "inputs end",
+    its input gradients; or "leaves", a bucket.
 
-    held  how many parameters have a gradient of their own when it begins
+    chunk  or `SHARED`
+    held   how many parameters have a gradient of their own when it begins
     """
 
     kind: str
-    section: int
+    chunk: int
     bucket: int = -1
     held: int = 0
+    part: Part = Part.OTHERS
 
 
 @contextmanager
@@ -49,17 +55,21 @@ def recorded() -> Iterator[list[Event]]:
 
     def note_launch(self: GradReducer, bucket: Any, piece: int) -> None:
         if piece == 0:
-            events.append(Event("leaves", bucket.plan.family.section, bucket.index))
+            section = bucket.plan.family.section
+            chunk, part = (SHARED, Part.OTHERS) if section == SHARED else (chunk_of(section), Part(section % 2))
+            events.append(Event("leaves", chunk, bucket.index, part=part))
         launch(self, bucket, piece)
 
     @contextmanager
-    def note_making(self: PipelineRuntime, stage: int, microbatch: int, of: Any) -> Iterator[None]:
-        chunk = self.placement.chunk_of(stage)
+    def note_making(self: PipelineRuntime, stage: int, microbatch: int, kind: Kind, of: Any = None) -> Iterator[None]:
+        chunk, begins, ends = self.placement.chunk_of(stage), "begins", "ends"
+        if kind is Kind.I:
+            begins, ends = "inputs begin", "inputs end"
         held = sum(own_gradient(param) is not None for param in self._parameters())
-        events.append(Event("begins", chunk, held=held))
-        with making(self, stage, microbatch, of):
+        events.append(Event(begins, chunk, held=held))
+        with making(self, stage, microbatch, kind, of):
             yield
-            events.append(Event("ends", chunk))
+            events.append(Event(ends, chunk))
 
     GradReducer._launch_piece, PipelineRuntime._making_gradients = note_launch, note_making  # type: ignore[method-assign]
     try:
@@ -96,7 +106,7 @@ def _check_once(events: list[Event], chunks: int) -> None:
     leaving = [(place, event) for place, event in enumerate(events) if event.kind == "leaves"]
     assert len({event.bucket for _, event in leaving}) == len(leaving) > 2 * chunks
     for chunk in range(chunks):
-        mine = [place for place, event in leaving if event.section == chunk]
+        mine = [place for place, event in leaving if event.chunk == chunk]
         assert begins[chunk] < mine[0]
         assert all(place < ends[chunk] for place in mine[:-1]), (
             "only what the last gradient completes is left for the end"
@@ -124,10 +134,26 @@ def test_stage_2_keeps_shards_between_microbatches(style: str) -> None:
             if event.kind == "begins":
                 assert not waiting, "the microbatch before has left"
                 assert style != "1f1b" or not event.held, "and nothing of it is kept beside the shards"
-                waiting = {
-                    other.bucket for other in events if other.kind == "leaves" and other.section == event.section
-                }
+                waiting = {other.bucket for other in events if other.kind == "leaves" and other.chunk == event.chunk}
             waiting.discard(event.bucket)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("style", ["zb", "zbv", "dualpipev"])
+def test_gradients_of_recomputed_layers_are_not_kept_until_weights_are_due(style: str, zero_stage: int) -> None:
+    again = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)}
+    layouts = [
+        _layout({**STYLES[style], **again}, zero_stage),
+        _layout({**STYLES[style], "deferred_bytes": 0}, zero_stage),
+    ]
+    for results in run_ranks(_train, 4, layouts, timeout=120):
+        for outside_of_layers, events in zip((2, 0), results, strict=True):
+            prompt = {event.bucket for event in events if event.part is Part.PROMPT}
+            assert len(prompt) >= 4
+            for bucket in prompt:
+                assert sum(event.bucket == bucket for event in events) == MICROBATCHES
+            begun = [event.held for event in events if event.kind in ("begins", "inputs begin")]
+            assert max(begun) <= outside_of_layers, "of the embedding, or of the last norm and the head"
 
 
 def test_what_chunks_share_leaves_when_all_are_through() -> None:
@@ -136,7 +162,7 @@ def test_what_chunks_share_leaves_when_all_are_through() -> None:
     ]
     for rank, results in enumerate(run_ranks(_train, 4, layouts, timeout=120)):
         for layout, events in zip(layouts, results, strict=True):
-            shared = [place for place, event in enumerate(events) if event.section == SHARED]
+            shared = [place for place, event in enumerate(events) if event.chunk == SHARED]
             last = max(place for place, event in enumerate(events) if event.kind == "ends")
             if layout.plugin["pp_style"] == "zbv" and rank not in (0, 2):
                 assert not shared, "both ends of a V are on the first rank"

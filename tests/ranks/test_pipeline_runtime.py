@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_toy import ToyModel, ToyStage, layers_of, make_batch, reference
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.comm.p2p import PipeComm
 from shardwright.ops.weight_grad import WeightGradStore
 from shardwright.pipeline import schedules
 from shardwright.pipeline.planning.lowering import lower
 from shardwright.pipeline.planning.simulate import simulate
-from shardwright.pipeline.runtime import PipelineRuntime
+from shardwright.pipeline.runtime import Part, PipelineRuntime
 from shardwright.testing import run_ranks
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
@@ -46,25 +46,28 @@ class ToldGradients:
     """What a reduction is told, in order."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, int, bool]] = []
+        self.prompt: tuple[nn.Parameter, ...] = ()
+        self.calls: list[tuple[str, int, Part, bool]] = []
+        self.finished = 0
 
-    def begin(self, chunk: int, last: bool, of: Any) -> None:
-        self.calls.append(("begin", chunk, last))
+    def begin(self, chunk: int, part: Part, last: bool, of: Any) -> None:
+        self.calls.append(("begin", chunk, part, last))
 
-    def end(self, chunk: int, last: bool) -> None:
-        self.calls.append(("end", chunk, last))
+    def end(self, chunk: int, part: Part, last: bool) -> None:
+        self.calls.append(("end", chunk, part, last))
 
     def finish(self) -> None:
-        self.calls.append(("finish", -1, True))
+        self.finished += 1
 
     def check(self, microbatches: int, chunks: int, where: str) -> None:
-        assert self.calls.pop() == ("finish", -1, True), where
-        for chunk in range(chunks):
-            mine = [(kind, last) for kind, number, last in self.calls if number == chunk]
-            assert mine == [("begin", False), ("end", False)] * (microbatches - 1) + [("begin", True), ("end", True)], (
-                where
-            )
-        assert self.calls[0::2] == [("begin", *rest) for _, *rest in self.calls[1::2]], f"{where}: {self.calls}"
+        assert self.finished == 1, where
+        expected = [("begin", False), ("end", False)] * (microbatches - 1) + [("begin", True), ("end", True)]
+        for chunk, part in itertools.product(range(chunks), Part):
+            assert [(kind, last) for kind, *of, last in self.calls if of == [chunk, part]] == expected, where
+        # nothing else of a part comes between its begin and its end, but for the last, whose end is an action
+        for part in Part:
+            mine = [(kind, chunk, last) for kind, chunk, which, last in self.calls if which is part and not last]
+            assert mine[0::2] == [("begin", *rest) for _, *rest in mine[1::2]], f"{where}: {self.calls}"
 
 
 def _adds_alike() -> bool:

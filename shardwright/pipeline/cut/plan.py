@@ -94,6 +94,16 @@ class CutPlan:
     slices: SliceRule | None = None
     stage_check: StageCheck | None = None
 
+    def recomputed_parameters(self, model: nn.Module, rank: int) -> set[nn.Parameter]:
+        """Of the layers that the stages of pipeline rank `rank` recompute as a whole wherever they run them."""
+        again, others = set[nn.Parameter](), set[nn.Parameter]()
+        for stage in self.placement.stages_of(rank):
+            whole, _ = self.checkpointed[rank].of(stage)
+            for place, index in enumerate(self.stages[stage]):
+                layer = model.get_submodule(self.units[index].layer)
+                (again if place < whole else others).update(layer.parameters())
+        return again - others
+
     def apply(self, model: nn.Module, rank: int = 0) -> CutModel:
         """Cut `model` in place into the stages of `rank`. It may have been sharded since it was planned."""
         held = self.placement.stages_of(rank)

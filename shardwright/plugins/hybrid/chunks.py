@@ -10,33 +10,48 @@ the shards.
 Parameters that several chunks of the rank use, and those with copies on other ranks, are a section of their own: the
 first are complete when all chunks are, and the second are summed with ranks that are at other points of the schedule,
 for whom nobody must wait in the middle of it.
+
+[Note: gradients that are not to wait]
+From stage 2 on no buffer has room for whole gradients, so that they lie in `.grad` from when they are made to when
+they are reduced. Where weight gradients wait, that is from I, in which those are made that cannot wait or have no room
+to, until W. A layer that is recomputed leaves so little behind that there is hardly ever room for its gradients to
+wait, which then would be whole for as long. So they do not wait: a section of their own leaves in I, as every gradient
+does in B. Nor does any where the user lets none wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
+from ...pipeline.cut.plan import CutPlan
+from ...pipeline.runtime import Part
+from ...pipeline.schedules import splits_backward
 from ...pipeline.stage import StagedModel
 from ...spec import get_spec
 from ...zero.layout import SHARED
 from ...zero.optimizer import ZeroOptimizer
 from ...zero.unit_gatherer import UnitGatherer
+from ..settings import HybridSettings
 
 
 class ChunkReduction:
-    """Tells `optimizer` when gradients of which chunk are made (`pipeline.runtime.Reduction`)."""
+    """Tells `optimizer` when gradients of which chunk are made (`pipeline.runtime.Reduction`).
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
+    prompt  whose gradients do not wait, as `sections_of` was told
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer, prompt: Collection[nn.Parameter]) -> None:
         self._optimizer = optimizer
+        self.prompt = prompt
 
-    def begin(self, chunk: int, last: bool, of: Collection[nn.Parameter] | None) -> None:
-        self._optimizer.expect_gradients(chunk, last, of)
+    def begin(self, chunk: int, part: Part, last: bool, of: Collection[nn.Parameter] | None) -> None:
+        self._optimizer.expect_gradients(section_of(chunk, part), last, of)
 
-    def end(self, chunk: int, last: bool) -> None:
-        self._optimizer.reduce_grad(chunk, last)
-        if chunk == 0:  # where a microbatch's backward on this rank ends
+    def end(self, chunk: int, part: Part, last: bool) -> None:
+        self._optimizer.reduce_grad(section_of(chunk, part), last)
+        if chunk == 0 and part is Part.OTHERS:  # where a microbatch's backward on this rank ends
             self._optimizer.reduce_grad(SHARED, last=False)
 
     def finish(self) -> None:
@@ -55,14 +70,17 @@ class ChunkGathering:
         self._units.open_section(SHARED)
 
     def gather(self, chunk: int) -> None:
-        self._units.open_section(chunk)
+        for part in Part:
+            self._units.open_section(section_of(chunk, part))
 
     def wait(self, chunk: int) -> None:
         self._units.wait_section(SHARED)
-        self._units.wait_section(chunk)
+        for part in Part:
+            self._units.wait_section(section_of(chunk, part))
 
     def free(self, chunk: int) -> None:
-        self._units.close_section(chunk)
+        for part in Part:
+            self._units.close_section(section_of(chunk, part))
 
     def end(self) -> None:
         self._units.end_backward()
@@ -75,8 +93,27 @@ def chunks_gathered(ahead: int | None) -> int:
     return 3 if ahead is None else 1 + ahead
 
 
-def sections_of(staged: StagedModel) -> dict[nn.Parameter, int]:
-    """For every parameter that this rank holds the number of the chunk that uses it, or `SHARED`."""
+def without_room(plan: CutPlan, model: nn.Module, rank: int, settings: HybridSettings) -> set[nn.Parameter]:
+    """Of pipeline rank `rank`: whose gradients are not to wait (see [Note: gradients that are not to wait])."""
+    if settings.zero.stage < 2 or not splits_backward(plan.pp_style):
+        return set()
+    if settings.pipeline.deferred_bytes is None:
+        return plan.recomputed_parameters(model, rank)
+    return set() if settings.pipeline.deferred_bytes else set(model.parameters())
+
+
+def section_of(chunk: int, part: Part) -> int:
+    """The number of a part of a chunk among the sections of a model (`zero.layout.Family`)."""
+    return len(Part) * chunk + part.value
+
+
+def chunk_of(section: int) -> int:
+    """The chunk that a section is a part of."""
+    return section // len(Part)
+
+
+def sections_of(staged: StagedModel, prompt: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """For every parameter that this rank holds its section, or `SHARED`."""
     users: dict[nn.Parameter, set[int]] = {}
     for chunk, stage in enumerate(staged.held):
         for param in staged.parameters_of(stage):
@@ -85,5 +122,12 @@ def sections_of(staged: StagedModel) -> dict[nn.Parameter, int]:
     for param in staged.model.parameters():
         chunks, spec = users.get(param, set()), get_spec(param)
         alone = len(chunks) == 1 and (spec is None or spec.tied is None)
-        sections[param] = min(chunks) if alone else SHARED
+        sections[param] = section_of(min(chunks), Part.PROMPT if param in prompt else Part.OTHERS) if alone else SHARED
     return sections
+
+
+def prompt_of(sections: Mapping[nn.Parameter, int]) -> list[nn.Parameter]:
+    """Those that are `Part.PROMPT` of their chunk."""
+    return [
+        param for param, section in sections.items() if section != SHARED and section % len(Part) == Part.PROMPT.value
+    ]

@@ -22,7 +22,7 @@ from ...pipeline.schedules import Schedule
 from ...zero.layout import SHARED, BucketPlan, closed_form_bytes
 from ...zero.settings import ZeroSettings
 from ...zero.units import ParamUnit
-from .chunks import chunks_gathered
+from .chunks import chunk_of, chunks_gathered
 from .resolved import Traffic
 from .traffic import sizes_on_wire
 
@@ -102,4 +102,4 @@ def gathers_of_chunks(
     """In a pipeline: chunks as the schedule of the rank says, what several of them use once."""
     actions = with_gathers(schedule.actions[rank], chunks_gathered(ahead))
     counts = Counter(placement.chunk_of(action.stage) for action in actions if action.kind is Kind.GATHER)
-    return {plan: 1 if plan.family.section == SHARED else counts[plan.family.section] for plan in plans}
+    return {plan: 1 if plan.family.section == SHARED else counts[chunk_of(plan.family.section)] for plan in plans}

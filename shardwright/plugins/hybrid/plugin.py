@@ -53,7 +53,7 @@ from ..shared_buffers import SharedBuffers, share_all
 from ..without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
 from ..zero_plugin import ZeroPlugin
 from .adapters import adapter_homes, gather_adapters
-from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, sections_of
+from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, prompt_of, sections_of, without_room
 from .compiled import check_compiled, compile_where_wanted, compiled_words, require_compiler_where_wanted
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
@@ -434,6 +434,8 @@ class HybridParallelPlugin(ZeroPlugin):
         if sequence is not None:
             cut.staged.handover = sequence.axis.handover(cut.staged.units)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
+        prompt = without_room(plan, model, cut.rank, self.settings)
+        sections = sections_of(cut.staged, prompt) if self.pp_size > 1 else None
         wrapped, units = lay_out(
             model,
             optimizer,
@@ -442,7 +444,7 @@ class HybridParallelPlugin(ZeroPlugin):
             self.policy,
             self.settings.scaler,
             job=job,
-            sections=sections_of(cut.staged) if self.pp_size > 1 else None,
+            sections=sections,
             tied_groups=tied,
             launch_in_backward=self.pp_size == 1,
             make=None if making is None else making.make,
@@ -458,7 +460,7 @@ class HybridParallelPlugin(ZeroPlugin):
         numbers = StageLengths(
             PlacedNumbers(place, cut.staged.model), split if self.pp_size > 1 else None, self.tp_size
         )
-        executor = self._executor(cut, wrapped, units, probe, numbers, sequence)
+        executor = self._executor(cut, wrapped, units, probe, numbers, sequence, sections)
         waits = self.mesh.size("tp", "sp", "ep") > 1 or (self.zero_stage == 3 and self.mesh.size("zero") > 1)
         boosted = HybridModel(
             model, executor, self.policy, wrapped, adapters, self._buffer_sharing(model, wrapped), waits, sequence
@@ -527,6 +529,7 @@ class HybridParallelPlugin(ZeroPlugin):
         probe: DocumentProbe,
         numbers: StageLengths,
         sequence: SequenceLoss | None,
+        sections: Mapping[nn.Parameter, int] | None,
     ) -> PipelineExecutor:
         return PipelineExecutor(
             cut,
@@ -534,7 +537,7 @@ class HybridParallelPlugin(ZeroPlugin):
             pipe_group=self._message_group if self.pp_size > 1 else None,
             message_groups=self.mesh.message_groups(cut.placement.channels),
             loss_group=self.mixed_dp_group if self.mesh.size("dp_sp") > 1 else None,
-            reduction=ChunkReduction(optimizer) if optimizer is not None and self.pp_size > 1 else None,
+            reduction=None if optimizer is None or sections is None else ChunkReduction(optimizer, prompt_of(sections)),
             grad_factor=float(self.dp_size * self.sp_size),  # the optimizer averages over these
             postpone_weights=self._postpones_weights,
             pairs=self.tp_size > 1,

@@ -35,6 +35,7 @@ from ...pipeline.cut.partition import chain_costs
 from ...pipeline.cut.plan import CutPlan, plan_cut
 from ...pipeline.planning.simulate import Costs, simulate
 from ...pipeline.planning.sliced_schedule import get_sliced
+from ...pipeline.runtime import Part
 from ...pipeline.schedules import Schedule, splits_backward
 from ...precision.policy import PrecisionPolicy
 from ...shardformer.adapters import native_model
@@ -62,6 +63,7 @@ from ...zero.units import ParamUnit, find_param_units
 from ..base import require_trainable
 from ..settings import HybridSettings
 from .channel_traffic import channel_traffic
+from .chunks import section_of, without_room
 from .data_traffic import data_traffic, gathers_of_chunks, gathers_of_units
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .experts import expert_notes, expert_traffic, require_experts, specs_of_experts
@@ -334,27 +336,27 @@ class _Resolver:
         tied = {
             alias: group.names[0] for group in self.plan.tied_groups if rank in group.ranks for alias in group.names
         }
+        prompt = without_room(self.plan, self.model, rank, self.settings)
         entries: dict[nn.Parameter, Entry] = {}
         for name, spec, shape in zip(names, specs, shapes, strict=True):
             kind = params[name]
             local = nn.Parameter(
                 torch.empty(shape, dtype=kind.dtype, device="meta"), requires_grad=kind.is_floating_point()
             )
-            family = family_of(replace(spec, tied=tied.get(name)), dtypes[name], self._section(rank, name, tied))
+            section = self._section(rank, name, tied, Part.PROMPT if kind in prompt else Part.OTHERS)
+            family = family_of(replace(spec, tied=tied.get(name)), dtypes[name], section)
             entries[kind] = Entry(len(entries), name, local, spec, self.job.groups.get(name, FROZEN), family)
         return self._bucket_shape(rank, amounts[fullest], entries)
 
-    def _section(self, rank: int, name: str, tied: Mapping[str, str]) -> int:
-        """The chunk that a parameter belongs to, where chunks are gathered and reduced apart (see
-        `chunks.sections_of`).
-        """
+    def _section(self, rank: int, name: str, tied: Mapping[str, str], part: Part) -> int:
+        """The section of a parameter, which are gathered and reduced apart (see `chunks.sections_of`)."""
         if self.plan.survey is None:
             return 0
         held = self.plan.placement.stages_of(rank)
         chunks = [
             chunk for chunk, stage in enumerate(held) if name in self.plan.survey.parameters(self.plan.stages, stage)
         ]
-        return SHARED if name in tied or len(chunks) != 1 else chunks[0]
+        return SHARED if name in tied or len(chunks) != 1 else section_of(chunks[0], part)
 
     def _bucket_shape(
         self, rank: int, parameters: int, entries: Mapping[nn.Parameter, Entry]
