@@ -464,25 +464,21 @@ class Estimator:
         again = layer.kept if layout.whole or layout.selective else 0.0
         of_layers = max(layer.forward_top, layer.backward_top + again)
         # a head's weight gradient that waits is summed where gradients are kept, not in room of its own
-        summed = 4 * rest.parameters / 2 if STYLES[layout.style].splits and layout.pp > 1 else 0.0
+        summed = 4 * rest.parameters / 2 if self._sums_later else 0.0
         of_head = max(rest.forward_top, rest.backward_top - summed)
         return of_layers, max(of_layers, of_head)
 
-    def _unreduced(self, at_end: bool) -> float:
-        """Whole gradients of a chunk, which those that need not wait have until the others of its microbatch are there
-        (from stage 2 on, where no buffer has room for them); `at_end`: of a rank that has embedding or head.
-        """
-        layout, rest = self._layout, self._rates.rest.parameters / 2 if at_end else 0.0
-        if layout.zero < 2 or layout.pp == 1 or not STYLES[layout.style].splits:
-            return 0.0
-        return 4 * (self._most * self._rates.layer.parameters + rest)
+    @property
+    def _sums_later(self) -> bool:
+        """Whether weight gradients wait, and are added to a buffer that is there for all of them."""
+        return STYLES[self._layout.style].splits and self._layout.pp > 1 and self._layout.zero < 2
 
     @property
     def _at_table(self) -> float:
         """Of the end of a backward where the table is, when all of the microbatch has gone: its gradient in the dtype
-        of the weights, and as it is added up; where weight gradients wait, it is added up when its turn comes.
+        of the weights, and as it is added up.
         """
-        added = 4 if self._task.half and not STYLES[self._layout.style].splits else 0
+        added = 4 if self._task.half and not self._sums_later else 0
         return (self._itemsize + added) * self._task.table / self._layout.tp
 
     def _memory(self, simulated: bool) -> float:
@@ -502,7 +498,7 @@ class Estimator:
             if layout.style == "interleaved":
                 held *= 1 + (layout.pp - 1) / self._stages
             others = held - self._counts[0] * self._kept
-            return ends + max(held + layers, others + max(self._at_table, self._unreduced(at_end=True))) + besides
+            return ends + max(held + layers, others + self._at_table) + besides
         schedule, _ = self._schedule
         kept = [count * self._kept for count in self._counts]
         kept[-1] += self._rates.rest.kept
@@ -524,9 +520,6 @@ class Estimator:
             highest = float((held + np.where(stages == self._stages - 1, head, layers)).max())
             if rank == first:
                 highest = max(highest, float(held.max()) - kept[0] + self._at_table)
-            unreduced = self._unreduced(rank in (first, last))
-            if unreduced:  # when what the microbatch has kept is gone
-                highest = max(highest, float(held.max()) - self._most * self._kept + unreduced)
             found.append(self._static(parameters) + highest + besides)
         return max(found)
 

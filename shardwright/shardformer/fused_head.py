@@ -96,3 +96,8 @@ def let_losses_do_without_logits(model: nn.Module, clock: Clock) -> int:
         head.clock = clock  # type: ignore[assignment]
         count += 1
     return count
+
+
+def heads_without_logits(model: nn.Module) -> list[nn.Module]:
+    """Those that return lazy logits."""
+    return [module for module in model.modules() if isinstance(module, FusedHead)]

@@ -17,11 +17,14 @@ they are reduced. Where weight gradients wait, that is from I, in which those ar
 to, until W. A layer that is recomputed leaves so little behind that there is hardly ever room for its gradients to
 wait, which then would be whole for as long. So they do not wait: a section of their own leaves in I, as every gradient
 does in B. Nor does any where the user lets none wait.
+
+At stage 3 nor do those of a head whose losses do without logits: they are computed from its weights, which by then
+have been freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
@@ -93,13 +96,20 @@ def chunks_gathered(ahead: int | None) -> int:
     return 3 if ahead is None else 1 + ahead
 
 
-def without_room(plan: CutPlan, model: nn.Module, rank: int, settings: HybridSettings) -> set[nn.Parameter]:
-    """Of pipeline rank `rank`: whose gradients are not to wait (see [Note: gradients that are not to wait])."""
-    if settings.zero.stage < 2 or not splits_backward(plan.pp_style):
+def prompt_parameters(
+    plan: CutPlan, model: nn.Module, rank: int, settings: HybridSettings, heads: Iterable[nn.Module]
+) -> set[nn.Parameter]:
+    """Of pipeline rank `rank`: whose gradients are not to wait (see [Note: gradients that are not to wait]).
+
+    heads  whose losses do without logits
+    """
+    stage, deferred_bytes = settings.zero.stage, settings.pipeline.deferred_bytes
+    if stage < 2 or not splits_backward(plan.pp_style):
         return set()
-    if settings.pipeline.deferred_bytes is None:
-        return plan.recomputed_parameters(model, rank)
-    return set() if settings.pipeline.deferred_bytes else set(model.parameters())
+    if deferred_bytes == 0:
+        return set(model.parameters())
+    prompt = plan.recomputed_parameters(model, rank) if deferred_bytes is None else set[nn.Parameter]()
+    return prompt.union(*(head.parameters() for head in heads)) if stage == 3 else prompt
 
 
 def section_of(chunk: int, part: Part) -> int:

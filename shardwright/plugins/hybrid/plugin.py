@@ -32,7 +32,7 @@ from ...shardformer.config import ShardConfig
 from ...shardformer.deferring import let_weight_grads_wait
 from ...shardformer.documents import DocumentProbe
 from ...shardformer.fused import fused_operators
-from ...shardformer.fused_head import let_losses_do_without_logits
+from ...shardformer.fused_head import heads_without_logits, let_losses_do_without_logits
 from ...shardformer.model import split_heads
 from ...shardformer.policies.auto import is_registered
 from ...shardformer.rng import PlacedNumbers, uses_dropout
@@ -53,7 +53,7 @@ from ..shared_buffers import SharedBuffers, share_all
 from ..without_effect import HYBRID, Facts, find_without_effect, tell, warn_once
 from ..zero_plugin import ZeroPlugin
 from .adapters import adapter_homes, gather_adapters
-from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, prompt_of, sections_of, without_room
+from .chunks import ChunkGathering, ChunkReduction, chunks_gathered, prompt_of, prompt_parameters, sections_of
 from .compiled import check_compiled, compile_where_wanted, compiled_words, require_compiler_where_wanted
 from .config_form import read_config
 from .experts import keep_own_experts, spread_experts
@@ -434,7 +434,7 @@ class HybridParallelPlugin(ZeroPlugin):
         if sequence is not None:
             cut.staged.handover = sequence.axis.handover(cut.staged.units)
         tied = self._describe_tied(model, plan)  # before the sections, which read it
-        prompt = without_room(plan, model, cut.rank, self.settings)
+        prompt = prompt_parameters(plan, model, cut.rank, self.settings, heads_without_logits(model))
         sections = sections_of(cut.staged, prompt) if self.pp_size > 1 else None
         wrapped, units = lay_out(
             model,

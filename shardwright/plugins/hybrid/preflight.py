@@ -39,6 +39,7 @@ from ...pipeline.runtime import Part
 from ...pipeline.schedules import Schedule, splits_backward
 from ...precision.policy import PrecisionPolicy
 from ...shardformer.adapters import native_model
+from ...shardformer.fused_head import fusable_heads
 from ...shardformer.plan import Decision
 from ...shardformer.policies.generic import GenericPolicy
 from ...shardformer.sharder import ModelSharder
@@ -63,7 +64,7 @@ from ...zero.units import ParamUnit, find_param_units
 from ..base import require_trainable
 from ..settings import HybridSettings
 from .channel_traffic import channel_traffic
-from .chunks import section_of, without_room
+from .chunks import prompt_parameters, section_of
 from .data_traffic import data_traffic, gathers_of_chunks, gathers_of_units
 from .deferral import WeightWork, costs_with, deferral_warning, weight_work
 from .experts import expert_notes, expert_traffic, require_experts, specs_of_experts
@@ -336,7 +337,8 @@ class _Resolver:
         tied = {
             alias: group.names[0] for group in self.plan.tied_groups if rank in group.ranks for alias in group.names
         }
-        prompt = without_room(self.plan, self.model, rank, self.settings)
+        heads = fusable_heads(self.model) if self.settings.sharding.enable_fused_cross_entropy else []
+        prompt = prompt_parameters(self.plan, self.model, rank, self.settings, heads)
         entries: dict[nn.Parameter, Entry] = {}
         for name, spec, shape in zip(names, specs, shapes, strict=True):
             kind = params[name]
