@@ -326,9 +326,9 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         self._others.require_unspoiled()
         if not self._has_gradients and any(bucket.assigned() for bucket in self.buckets):
             self._take_assigned()
+        self._reads.refuse_dropped()  # also what was dropped behind a norm or a clip
         if self._agreed:
             return
-        self._reads.refuse_dropped()
         for param in self._frozen:
             if param.requires_grad:
                 raise ValueError(

@@ -278,8 +278,12 @@ class GradReducer:
             self._launch_next(window)
 
     def _collect(self, window: _Window, position: int, slot: Slot) -> None:
-        self.touched.add(slot.entry.index)
-        if self.keep_full and not window.buckets[position].collect(slot):
+        if not self.keep_full:
+            if own_gradient(slot.entry.param) is not None:  # else a hook has dropped it; microbatches before may count
+                self.touched.add(slot.entry.index)
+        elif window.buckets[position].collect(slot):
+            self.touched.add(slot.entry.index)
+        else:
             self.touched.discard(slot.entry.index)
 
     @property

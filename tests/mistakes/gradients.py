@@ -266,6 +266,13 @@ def some_gradients_dropped(rank: int, world: int) -> None:
         optim.step()
         assert torch.equal(first, before)
         first.requires_grad_(True)
+        optim.zero_grad()
+        backward(booster, model, optim, rank)
+        optim.clip_grad_by_norm(1.0)  # which all that follows takes for measured
+        first.grad = None
+        with refused("param.grad = None for 1 of 4 parameters", r"requires_grad_\(False\)"):
+            optim.step()
+        optim.zero_grad()
 
 
 @mistake(

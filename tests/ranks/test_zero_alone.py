@@ -232,6 +232,41 @@ def test_hooks_look_at_gradients_as_in_plain_torch() -> None:
     run_ranks(_looked_at, 1, debug="OFF")
 
 
+def _left_out(rank: int, world: int) -> None:
+    """A parameter whose gradients a hook has dropped, all of a step, is no part of the step: it does not decay."""
+
+    def drop(param: nn.Parameter) -> None:
+        if dropped[0]:
+            param.grad = None
+
+    dropped = [True]
+    for stage in range(4):
+        plain = _Model().double()
+        model = copy.deepcopy(plain)
+        reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=stage, precision="fp32"))
+        with keep_float64():
+            optim = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+            boosted, optimizer, *_ = booster.boost(model, optim)
+        for one in (plain, model):
+            one.last.weight.register_post_accumulate_grad_hook(drop)
+        for dropped[0] in (True, False, True):
+            for part in range(2):
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(part)).double()
+                with nullcontext() if part else optimizer.no_sync():
+                    booster.backward(boosted(x, 1), optimizer)
+                plain(x, 1).backward()
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_what_a_hook_drops_is_no_part_of_the_step() -> None:
+    run_ranks(_left_out, 1, debug="OFF")
+
+
 class _Transposed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
