@@ -118,8 +118,8 @@ def layouts() -> list[Layout]:
     alone += [{"zero": 3, "whole": 1.0}]
     kinds = (two, four, {**four, "whole": 0.5}, {**two, **zb}, {**two, **zbv}, {**two, **interleaved})
     piped = [{**kind, **again} for kind in kinds for again in ({}, {"whole": 1.0}) if "whole" not in kind or not again]
-    kinds = (two, four, {**two, **zb}, {**two, **zbv})
-    piped += [{**kind, "zero": 3, "whole": whole} for kind in kinds for whole in (0.0, 1.0)]
+    for zero, kinds in ((3, (two, four, {**two, **zb}, {**two, **zbv})), (2, ({**two, **zb}, {**two, **zbv}))):
+        piped += [{**kind, "zero": zero, "whole": whole} for kind in kinds for whole in (0.0, 1.0)]
     piped += [{**four, "tp": 2, "whole": 1.0}]
     piped += [{**four, "selective": 1.0}]
     return [made(**changes) for changes in alone + piped]

@@ -203,8 +203,7 @@ class GradReducer:
     # Backward.
 
     def bucket_of(self, slot: Slot) -> Bucket:
-        window, position = self._places[slot]
-        return window.buckets[position]
+        return self._places[slot][0].buckets[self._places[slot][1]]
 
     def begin_backward(self) -> None:
         self.in_backward = True
@@ -278,13 +277,11 @@ class GradReducer:
             self._launch_next(window)
 
     def _collect(self, window: _Window, position: int, slot: Slot) -> None:
-        if not self.keep_full:
-            if own_gradient(slot.entry.param) is not None:  # else a hook has dropped it; microbatches before may count
-                self.touched.add(slot.entry.index)
-        elif window.buckets[position].collect(slot):
-            self.touched.add(slot.entry.index)
-        else:
-            self.touched.discard(slot.entry.index)
+        bucket, index = window.buckets[position], slot.entry.index
+        if bucket.collect(slot) if self.keep_full else own_gradient(slot.entry.param) is not None:
+            self.touched.add(index)
+        elif self.keep_full:  # a hook has dropped all; of shards, those of microbatches before count
+            self.touched.discard(index)
 
     @property
     def _reduces_now(self) -> bool:
@@ -431,9 +428,7 @@ class GradReducer:
                 self._settle(summing[0])
 
     def _is_held(self, bucket: Bucket) -> bool:
-        """Whether the bucket is under way to this rank's shard only (stage 2 under no_sync, or between microbatches
-        of a pipeline).
-        """
+        """Whether it is under way to this rank's shard only (stage 2 under no_sync, or between microbatches)."""
         return any(flight.bucket is bucket and not flight.final for flight in self._flying)
 
     def _launch_held(self, bucket: Bucket) -> None:

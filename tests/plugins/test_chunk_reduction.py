@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 from hybrid_ranks import Layout, Run
 
+from shardwright.kernels.lazy_logits import LazyLogits
 from shardwright.pipeline.planning.actions import Kind
 from shardwright.pipeline.runtime import Part, PipelineRuntime
 from shardwright.plugins.hybrid.chunks import chunk_of
-from shardwright.shardformer import PipelineGradientCheckpointConfig
+from shardwright.shardformer import PipelineGradientCheckpointConfig, fused_head
 from shardwright.testing import keep_float64, run_ranks
 from shardwright.zero.layout import SHARED
 from shardwright.zero.param_guard import own_gradient
 from shardwright.zero.reducer import GradReducer
+from shardwright.zero.sharded_bucket import ShardedBucket
 
 MICROBATCHES = 4
 STYLES: dict[str, dict[str, Any]] = {
@@ -154,6 +156,49 @@ def test_gradients_of_recomputed_layers_are_not_kept_until_weights_are_due(style
                 assert sum(event.bucket == bucket for event in events) == MICROBATCHES
             begun = [event.held for event in events if event.kind in ("begins", "inputs begin")]
             assert max(begun) <= outside_of_layers, "of the embedding, or of the last norm and the head"
+
+
+def _read_in_a_pipeline(rank: int, world: int, styles: list[str]) -> list[tuple[int, list[str]]]:
+    """For each style: how often the loss was computed without logits, and parameters whose values were gathered while
+    the pipeline ran because something had read them.
+    """
+    lazy, show, run = LazyLogits.of, ShardedBucket.show, PipelineRuntime.run
+    runs, losses, shown = False, 0, list[str]()
+
+    def note_loss(*args: Any) -> Any:
+        nonlocal losses
+        losses += runs
+        return lazy(*args)
+
+    def note_show(self: ShardedBucket, group: Any) -> None:
+        shown.extend(slot.entry.name for slot in self.plan.slots if runs)
+        show(self, group)
+
+    def note_run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal runs
+        runs = True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            runs = False
+
+    LazyLogits.of, ShardedBucket.show, PipelineRuntime.run = note_loss, note_show, note_run  # type: ignore[method-assign,assignment]
+    fused_head.tokens_at_a_time = lambda *_: 1  # type: ignore[assignment]
+    found = []
+    for style in styles:
+        losses = 0
+        shown.clear()
+        with keep_float64():
+            Run(rank, world, _layout(STYLES[style], 3)).run()
+        found.append((losses, list(shown)))
+    return found
+
+
+def test_weights_of_a_head_are_not_gathered_again_for_its_gradients() -> None:
+    styles = ["zb", "zbv", "dualpipev"]
+    for results in zip(*run_ranks(_read_in_a_pipeline, 4, styles, timeout=120), strict=True):
+        assert max(losses for losses, _ in results) == MICROBATCHES
+        assert not any(shown for _, shown in results)
 
 
 def test_what_chunks_share_leaves_when_all_are_through() -> None:
