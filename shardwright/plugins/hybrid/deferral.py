@@ -15,7 +15,7 @@ postponing anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -26,6 +26,12 @@ from ...pipeline.cut.plan import CutPlan
 from ...pipeline.planning.simulate import Costs
 from ...shardformer.deferring import can_wait
 from ...spec import ParamSpec
+
+_CANNOT = "convolutions cannot wait"
+_WITHOUT_ROOM = (
+    "from zero_stage=2 on gradients of recomputed layers do not wait, nor at stage 3 those of the head, nor any with "
+    "deferred_bytes=0 (above 0 it is room in which those of layers wait)"
+)
 
 
 class WeightWork(NamedTuple):
@@ -41,8 +47,13 @@ class WeightWork(NamedTuple):
         return self.postponed / self.all if self.all else 0.0
 
 
-def weight_work(model: nn.Module, plan: CutPlan, specs: Mapping[int, ParamSpec]) -> list[WeightWork]:
-    """The work of every stage."""
+def weight_work(
+    model: nn.Module,
+    plan: CutPlan,
+    specs: Mapping[int, ParamSpec],
+    prompt_on: Callable[[int], Collection[nn.Parameter]],
+) -> list[WeightWork]:
+    """The work of every stage. `prompt_on` tells the parameters whose gradients do not wait on a pipeline rank."""
     assert plan.survey is not None
     waiting = [module for module in model.modules() if can_wait(module)]
     deferring = {id(param) for module in waiting for param in module.parameters(recurse=False)}
@@ -51,6 +62,7 @@ def weight_work(model: nn.Module, plan: CutPlan, specs: Mapping[int, ParamSpec])
     found = []
     for stage in range(len(plan.stages)):
         is_last = stage == len(plan.stages) - 1
+        prompt = prompt_on(plan.placement.rank_of(stage))
         together = postponed = 0.0
         for name in plan.survey.parameters(plan.stages, stage):
             param, aliases = params[name], plan.survey.names[name]
@@ -61,7 +73,7 @@ def weight_work(model: nn.Module, plan: CutPlan, specs: Mapping[int, ParamSpec])
             elements = math.prod(spec.local_shape(0)) if spec is not None else param.numel()
             amount = elements * (visited if any(".experts" in alias for alias in aliases) else 1.0)
             together += amount
-            postponed += amount if id(param) in deferring else 0.0
+            postponed += amount if id(param) in deferring and param not in prompt else 0.0
         found.append(WeightWork(postponed, together))
     return found
 
@@ -71,8 +83,13 @@ def costs_with(work: Sequence[WeightWork]) -> Costs:
     return Costs(input_grad=[2.0 - stage.share for stage in work], weight_grad=[stage.share for stage in work])
 
 
-def deferral_warning(pp_style: str, share: float, bubble: float | None, possible: float | None) -> str | None:
-    """What to know about a zero-bubble schedule that cannot postpone most of what it should; None where it can."""
+def deferral_warning(
+    pp_style: str, share: float, bubble: float | None, possible: float | None, prompt: bool
+) -> str | None:
+    """What to know about a zero-bubble schedule that cannot postpone most of what it should; None where it can.
+
+    prompt  some gradients are not to wait because nothing has room for whole ones
+    """
     if share >= 0.9:
         return None
     leaves = (
@@ -81,6 +98,6 @@ def deferral_warning(pp_style: str, share: float, bubble: float | None, possible
         else ""
     )
     return (
-        f"pp_style={pp_style!r} postpones {share:.0%} of the weight-gradient work here: convolutions cannot "
-        f"wait{leaves}"
+        f"pp_style={pp_style!r} postpones {share:.0%} of the weight-gradient work here: "
+        f"{_WITHOUT_ROOM if prompt else _CANNOT}{leaves}"
     )

@@ -337,8 +337,7 @@ class _Resolver:
         tied = {
             alias: group.names[0] for group in self.plan.tied_groups if rank in group.ranks for alias in group.names
         }
-        heads = fusable_heads(self.model) if self.settings.sharding.enable_fused_cross_entropy else []
-        prompt = prompt_parameters(self.plan, self.model, rank, self.settings, heads)
+        prompt = self._prompt(rank)
         entries: dict[nn.Parameter, Entry] = {}
         for name, spec, shape in zip(names, specs, shapes, strict=True):
             kind = params[name]
@@ -461,7 +460,12 @@ class _Resolver:
         """By stage, what a zero-bubble schedule postpones; None for other schedules."""
         if not splits_backward(self.plan.pp_style) or self.plan.survey is None:
             return None
-        return weight_work(self.model, self.plan, self.specs)
+        return weight_work(self.model, self.plan, self.specs, self._prompt)
+
+    def _prompt(self, rank: int) -> set[nn.Parameter]:
+        """Whose gradients do not wait on a pipeline rank, where others do."""
+        heads = fusable_heads(self.model) if self.settings.sharding.enable_fused_cross_entropy else []
+        return prompt_parameters(self.plan, self.model, rank, self.settings, heads)
 
     @property
     def _deferred(self) -> float | None:
@@ -540,7 +544,8 @@ class _Resolver:
         found = []
         if self._deferred is not None:
             possible = None if microbatches is None else simulate(self._actions(microbatches)).bubble
-            found.append(deferral_warning(self.plan.pp_style, self._deferred, bubble, possible))
+            prompt = any(map(self._prompt, range(self.mesh.size("pp"))))
+            found.append(deferral_warning(self.plan.pp_style, self._deferred, bubble, possible, prompt))
         config = pipeline.gradient_checkpoint_config
         for name, what in (("gradient_checkpointing_ratio", "whole"), ("selective_ratio", "selective")):
             ratio = getattr(config, name, None)
