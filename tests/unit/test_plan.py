@@ -57,6 +57,10 @@ def test_a_70b_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
             "--model llama-tiny --world-size 1 --batch-size 2 --seq-len 8 --target-len 4 --peak",
             "--target-len 4: LlamaForCausalLM is no encoder-decoder",
         ),
+        (
+            "--model llama-tiny --world-size 2 --pp-size 2 --batch-size 2 --seq-len 16 --num-sequence-slices 17 --peak",
+            "num_sequence_slices=17 with sequence_length=16: a slice has one token at least",
+        ),
     ],
 )
 def test_layouts_that_do_not_work_say_so_and_fail(
