@@ -42,6 +42,14 @@ def test_peaks_where_the_last_weight_gradients_wait_as_no_others_do() -> None:
         assert found.replayed == pytest.approx(found.measured, rel=1e-3)
 
 
+def test_peaks_of_pipelines_whose_weights_are_gathered_and_left() -> None:
+    """Backwards between forwards find other weights gathered than those behind the last forward."""
+    options = {"precision": "bf16", "pp_size": 2, "zero_stage": 3, "gather_ahead": 0, "num_microbatches": 8}
+    (first, _), (last, _) = compare_shorter(Case("llama-causal-lm", options, 0.0, 8), world=4)
+    assert first.replayed == pytest.approx(first.measured, rel=1e-3)
+    assert last.replayed == pytest.approx(last.measured, rel=3e-3)
+
+
 def _segment(layers: int) -> Segment:
     """Something of 50 that goes behind the layers, 10 and 30 of each layer, of which 10 stay, and 7 at the end."""
     held, grown, points = 50, [50], [50]
