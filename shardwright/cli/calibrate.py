@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import shutil
 import sys
@@ -102,6 +103,8 @@ def _measure(args: argparse.Namespace) -> int:
         size, powers = size.shorter(), powers[::2]
     collectives, messages = links(device, powers, say) if world > 1 else ({}, [])
     meeting: list[Any] = [tempfile.mkdtemp(prefix="shardwright-calibrate-") if rank == 0 else None]
+    if rank == 0:
+        atexit.register(shutil.rmtree, meeting[0], ignore_errors=True)  # also where somebody interrupts
     dist.broadcast_object_list(meeting, src=0, device=device)
     dist.destroy_process_group()
     cores = os.cpu_count() or 1
@@ -120,7 +123,6 @@ def _measure(args: argparse.Namespace) -> int:
             say(f"steps of two models on {counted(ranks, 'rank')}")
             whole[ranks] = _steps(rank, ranks, meeting[0], size)
     if rank == 0:
-        shutil.rmtree(meeting[0], ignore_errors=True)
         calibration = Calibration(
             device=_facts(device, cores if device.type == "cpu" else 0, world),
             made=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -13,8 +14,9 @@ def problem_with(path: Path) -> str:
     """Why `path` could not be written, asked before anything is computed for it; "" where it can."""
     was_there = path.exists()
     try:
-        with path.open("a"):
-            pass
+        with path.open("ab") as file:
+            if not path.is_file():  # a device, which takes what it is sent or does not, even where that is nothing
+                os.write(file.fileno(), b"")
         if not was_there:
             path.unlink()
     except OSError as error:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import plan_search
 from .plan_page import command as plan_page
@@ -192,6 +192,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if ignored:
         args.fail(ignored)
+    if args.check and args.json:
+        args.fail("--check with --json: one prints a line, the other the whole report; leave one of them out")
     try:
         _check_numbers(args)
     except ValueError as error:
@@ -218,14 +220,14 @@ def run(args: argparse.Namespace) -> int:
         given = _given(args)
         with planning_for(args.device or "cuda"):
             layout, attention = _resolve(args, config, form, given)
-            peaks, note, text = _replay(args, config, form, given, layout) if args.peak or args.html else ([], "", "")
+            replayed = _replay(args, config, form, given, layout) if args.peak or args.html else _Replayed()
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1
-    _show(args, layout, attention, peaks, note)
+    _show(args, layout, attention, replayed)
     if args.html is not None:
         try:
-            plan_page.write(args.html, text)
+            plan_page.write(args.html, replayed.page)
         except ValueError as error:
             print(f"shardwright plan: {error}", file=sys.stderr)
             return 1
@@ -233,15 +235,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(args: argparse.Namespace, layout: Any, attention: str, peaks: list[Any], note: str) -> None:
-    from ..planner.report import as_data, as_text
+class _Replayed(NamedTuple):
+    """The `Peak` of every pipeline rank, the batch of the step, a word on how they were found, and the page where one
+    is asked for.
+    """
 
+    peaks: list[Any] = []
+    batch: dict[str, Any] = {}
+    note: str = ""
+    page: str = ""
+
+
+def _show(args: argparse.Namespace, layout: Any, attention: str, replayed: _Replayed) -> None:
+    from ..planner.report import as_data, as_text, fullest, shapes_of
+
+    peaks, batch, note, _ = replayed
     if args.json:
-        print(json.dumps({**asdict(layout), "peaks": as_data(peaks), "peaks_note": note}, indent=1))
+        found = {"peaks": as_data(peaks), "peaks_batch": shapes_of(batch), "peaks_note": note}
+        print(json.dumps({**asdict(layout), "attention": attention, **found}, indent=1))
     elif args.check:
-        print(f"This layout works: {str(layout).splitlines()[1]}")
+        print(f"This layout works: {str(layout).splitlines()[1]}{f'; {fullest(peaks)}' if peaks else ''}")
     else:
-        print("\n\n".join([str(layout), attention, *([as_text(peaks, note)] if peaks else [])]))
+        print("\n\n".join([str(layout), attention, *([as_text(peaks, batch, note)] if peaks else [])]))
 
 
 def _load_form(args: argparse.Namespace) -> dict[str, Any]:
@@ -325,8 +340,7 @@ def _optimizer(kind: str, model: Any) -> Any:
 
 def _replay(
     args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any], layout: Any
-) -> tuple[list[Any], str, str]:
-    """The `Peak` of every pipeline rank, a word on how they were found, and the page where one is asked for."""
+) -> _Replayed:
     from ..planner.batches import batch_of, takes_tokens, writes
     from ..planner.peaks import peaks
     from ..planner.replay import Job
@@ -348,6 +362,11 @@ def _replay(
             f"--target-len {args.target_len}: {type(model).__name__} is no encoder-decoder; leave it out, its texts "
             "have --seq-len tokens"
         )
+    if args.target_len is None and args.seq_len is None and writes(model):
+        raise ValueError(
+            f"{option} replays a training step: for {type(model).__name__}, which reads no texts, it needs "
+            "--target-len, tokens that it writes for a sample"
+        )
     job = Job(
         lambda **changes: HybridParallelPlugin.from_config(form, **{**given, **changes}),
         lambda: _lazy(config),
@@ -356,13 +375,13 @@ def _replay(
     )
     if args.html is None:
         found = peaks(job, args.world_size)
-        return found.peaks, found.note, ""
+        return _Replayed(found.peaks, dict(job.batch), found.note)
     from .plan_page.page import chosen
 
     machine = plan_search.device(args)
     found = peaks(job, args.world_size, chosen)
     text = plan_page.page_of(job, args.world_size, layout, found, machine, args.batch_size, args.seq_len)
-    return found.peaks, found.note, text
+    return _Replayed(found.peaks, dict(job.batch), found.note, text)
 
 
 def _lazy(config: Any) -> Any:

@@ -97,6 +97,11 @@ def num_experts(model: nn.Module) -> int | None:
     return first_int(text_config(model), EXPERTS)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether tokens choose between some."""
+    return (num_experts(model) or 1) > 1
+
+
 def visited_share(model: nn.Module) -> float:
     """Share of the experts that one token visits; 1 for models without experts."""
     experts, chosen = num_experts(model), first_int(text_config(model), EXPERTS_PER_TOKEN)

@@ -96,6 +96,14 @@ class PipelineSettings:
                 "batch is split; give one of them"
             )
 
+    def check_length(self, tokens: int) -> None:
+        """Refuse more slices than a planned sample has tokens. Steps cut short batches into fewer (`SlicedInputs`)."""
+        if self.num_sequence_slices > tokens:
+            raise ValueError(
+                f"num_sequence_slices={self.num_sequence_slices} with sequence_length={tokens}: a slice has one token "
+                f"at least; use num_sequence_slices={tokens} or fewer"
+            )
+
     def _check_offload(self, pp_size: int) -> None:
         given = self.offload_activations
         if given is None:

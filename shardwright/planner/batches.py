@@ -17,10 +17,13 @@ _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 def batch_of(model: nn.Module, samples: int, length: int | None, target_length: int | None = None) -> dict[str, Any]:
     """`samples` rows of `length` tokens, none of them padding; images have the size that the config says. What the
-    decoder of an encoder-decoder writes has `target_length` tokens, or `length` too.
+    decoder of an encoder-decoder writes has `target_length` tokens, or `length` too. ValueError where the config does
+    not say what comes in front of labels.
     """
     example = next(training_batches(model))
     example.pop("attention_mask", None)
+    if "decoder_input_ids" not in example:
+        _check_start(model)
     lengths = {_LENGTH: length}
     targets = {_LENGTH: length, _TARGET_LENGTH: target_length or length} if writes(model) else lengths
     return {key: _resized(value, samples, targets if key in _TARGETS else lengths) for key, value in example.items()}
@@ -29,6 +32,21 @@ def batch_of(model: nn.Module, samples: int, length: int | None, target_length: 
 def writes(model: nn.Module) -> bool:
     """Whether it is an encoder-decoder, whose batches hold texts of two lengths."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _check_start(model: nn.Module) -> None:
+    """ValueError where a decoder that is given labels alone cannot be given what it reads."""
+    moved: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    config: Any = getattr(model, "config", None)
+    if moved is None or getattr(config, "decoder_start_token_id", None) is not None:
+        return
+    try:
+        moved(torch.zeros(1, 2, dtype=torch.int64))
+    except Exception as error:  # of the model's own code
+        raise ValueError(
+            f"decoder_start_token_id of {type(config).__name__} is not set, and {type(model).__name__} puts that token "
+            "in front of labels; set it in config.json (T5 takes its pad_token_id, 0)"
+        ) from error
 
 
 def takes_tokens(model: nn.Module) -> bool:

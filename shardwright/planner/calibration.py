@@ -118,9 +118,14 @@ _ROWS = ("moving", "sums", "optimizer", "messages")
 def _points(rows: Any) -> tuple[Point, ...]:
     found = tuple(Point(*row) for row in rows)
     for point in found:
-        if not all(isinstance(each, int | float) and math.isfinite(each) for each in point) or not point.seconds > 0:
+        if not all(_is_number(each) for each in point) or not (point.seconds > 0 and point.flops + point.moved > 0):
             raise ValueError(f"{list(point)} is no measurement")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    """Of something that is counted or measured."""
+    return isinstance(value, int | float) and 0 <= value < math.inf
 
 
 def _check(found: Calibration) -> None:
@@ -129,14 +134,24 @@ def _check(found: Calibration) -> None:
             raise KeyError(f"device.{name}")
     if found.device["type"] not in ("cpu", "cuda"):
         raise ValueError(f"device.type is {found.device['type']!r}")
-    for name in ("call", "forward", "backward", "around", "step"):
-        if not float(found.host[name]) >= 0:
+    if not isinstance(found.device["name"], str):
+        raise ValueError(f"device.name is {found.device['name']!r}")
+    for name, least in (("memory", 1), ("cores", int(found.device["type"] == "cpu"))):
+        if not _is_number(found.device[name]) or found.device[name] < least:
+            raise ValueError(f"device.{name} is {found.device[name]!r}")
+    if not isinstance(found.made, str) or not isinstance(found.versions, dict):
+        raise ValueError("made is no text, or versions no table")
+    for name in {"call": None, "forward": None, "backward": None, "around": None, "step": None, **found.host}:
+        if not _is_number(found.host[name]):
             raise ValueError(f"host.{name} is {found.host[name]!r}")
     for ranks, times in found.whole.items():
         if not (int(ranks) > 0 and len(times) == 2 and all(0 <= float(each) < math.inf for each in times)):
             raise ValueError(f"whole.{ranks} is {times!r}")
-    if not (found.products and found.attention and found.moving and found.optimizer):
+    tables = [*found.products.values(), *found.attention.values(), *found.collectives.values()]
+    if not (found.products and found.attention and found.moving and found.optimizer and all(tables)):
         raise ValueError("a table is empty")
+    if not all(point.flops for rows in found.products.values() for point in rows):
+        raise ValueError("a product has no operations")
 
 
 class Rates:

@@ -178,4 +178,4 @@ def check_known(memory: float | None, per_node: int | None, inside: float | None
         ("between_bandwidth", between),
     ):
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{option}={value} must be above 0, and a number")
+            raise ValueError(f"{option}={value} must be a finite number above 0")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..booster import Booster
+from ..models.config import has_experts
 from ..models.example_inputs import loss_of
 from ..pipeline.batch.microbatch import batch_size, microbatch_sizes
 from ..pipeline.cut.plan import CutPlan
@@ -46,23 +47,31 @@ class Found(NamedTuple):
     replayed  why the layout was replayed as it is; empty where a shorter one stood for it
     rough     actions whose layers do not do the same one after the other, so that their peak is drawn on a line
     curves    of the ranks for which they were asked
+    experts   whether the model has some
     """
 
     peaks: list[Peak]
     replayed: str = ""
     rough: tuple[str, ...] = ()
     curves: tuple[Curve, ...] = ()
+    experts: bool = False
 
     @property
     def note(self) -> str:
+        said = []
         if self.replayed:
-            return f"every layer and microbatch was replayed: {self.replayed}"
-        if self.rough:
-            return (
+            said.append(f"every layer and microbatch was replayed: {self.replayed}")
+        elif self.rough:
+            said.append(
                 f"not exact: layers do not do the same one after the other in {', '.join(self.rough)}, whose peak is "
                 "taken to rise evenly with their number"
             )
-        return ""
+        if self.experts:
+            said.append(
+                "tokens are taken to choose all experts alike; where many choose the same ones, these and the ranks "
+                "that hold them need more"
+            )
+        return "; ".join(said)
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ def peaks(job: Job, world_size: int, curves_of: Chosen | None = None) -> Found:
         every = _Peaks(job, world_size)
         found = every.found(rough)
         curves = [every.curve(rank) for rank in sorted(curves_of(found))] if curves_of is not None else []
-        return Found(found, rough=tuple(rough), curves=tuple(curves))
+        return Found(found, rough=tuple(rough), curves=tuple(curves), experts=every.experts)
     except NotShorterError as error:
         why = str(error)
     finally:
@@ -107,7 +116,8 @@ def peaks(job: Job, world_size: int, curves_of: Chosen | None = None) -> Found:
     every_curve: list[Curve] | None = [] if curves_of is not None else None
     found = replay(job, world_size, every_curve)
     wanted = curves_of(found) if curves_of is not None else ()
-    return Found(found, why, curves=tuple(curve for curve in every_curve or () if curve.rank in wanted))
+    curves = [curve for curve in every_curve or () if curve.rank in wanted]
+    return Found(found, why, curves=tuple(curves), experts=has_experts(job.model()))
 
 
 class _Peaks:
@@ -116,6 +126,7 @@ class _Peaks:
         self._world_size = world_size
         with joined(0, world_size):
             plugin, model = job.plugin(), job.model()
+            self.experts = has_experts(model)
             _, (plan, _, _) = plugin.check(model, job.optimizer(model))
             self._real = _Real(plugin, plan, kinds_of(model, plan.units), *_microbatches(plugin, job.batch))
         self._books: dict[Shorter, Book] = {}
@@ -163,7 +174,8 @@ class _Peaks:
     def _replay(self, layout: Shorter, place: int) -> _Rank:
         real, count = self._real, len(layout.ranks)
         world_size = self._world_size // real.plan.placement.num_ranks * count
-        rows = real.samples * min(real.count, microbatches_left(real.plan.pp_style, count))
+        gathers = real.plugin.settings.zero.stage == 3
+        rows = real.samples * min(real.count, microbatches_left(real.plan.pp_style, count, gathers))
         batch = first_rows(dict(self._job.batch), rows)
         options = changes(real.plugin, real.plan, layout, real.samples)
         book = self._books.setdefault(layout, Book())

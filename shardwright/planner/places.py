@@ -43,7 +43,8 @@ def places(actions: Sequence[Action], placement: Placement) -> Iterator[Place]:
 
 
 def like(place: Place, there: Counter[Sort], here: Counter[Sort]) -> Place | None:
-    """The one of the short schedule that does the same: the first, the last, or one between; None where it has none.
+    """The one of the short schedule that does the same: as far from the first or the last of its sort, or the one in
+    the middle, where weight gradients wait as long as they do all the time; None where it has none.
 
     there, here   how many there are of every sort, in the long and in the short schedule
     """
@@ -51,6 +52,7 @@ def like(place: Place, there: Counter[Sort], here: Counter[Sort]) -> Place | Non
     count, most = there[sort], here[sort]
     if not most:
         return None
-    if count == most or number == 0:
-        return Place(sort, number)
-    return Place(sort, most - 1 if number == count - 1 else max(most - 2, 0))
+    behind = count - 1 - number
+    if number <= behind:
+        return Place(sort, min(number, most // 2))
+    return Place(sort, max(most - 1 - behind, most // 2))

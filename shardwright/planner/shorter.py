@@ -88,9 +88,13 @@ def ranks_left(pp_style: str) -> int:
     return 4 if splits_backward(pp_style) else 3
 
 
-def microbatches_left(pp_style: str, ranks: int) -> int:
-    """So many that every kind of action comes first, last and between."""
-    return 2 * ranks + 2 if splits_backward(pp_style) else max(3, ranks)
+def microbatches_left(pp_style: str, ranks: int, gathers: bool = False) -> int:
+    """So many that every kind of action comes first, last and between. `gathers`: weights come and go between actions
+    (ZeRO-3), so that it matters which came before: in the middle neither forwards nor backwards are among themselves.
+    """
+    if splits_backward(pp_style):
+        return 2 * ranks + 2
+    return max(3, 2 * ranks if gathers and ranks > 1 else ranks)
 
 
 def stage_of(

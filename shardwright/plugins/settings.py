@@ -39,7 +39,8 @@ class LayoutSettings:
     ep_size            data-parallel ranks that share the experts of every layer, each holding some of them whole (or
                        their part of tp); it divides the data-parallel ranks
     dp_outside         data-parallel ranks are the outermost axis of the mesh, so that a pipeline stays within few nodes
-    zero_group_size    ZeRO-1.5: optimizer shards live inside groups of this many data-parallel ranks; None: all of them
+    zero_group_size    ZeRO-1.5: optimizer shards live inside groups of this many data-parallel ranks; None, 0 or
+                       less: all of them
     inner_ring_size    of the two-level ring of ring attention
     ulysses_size       neighbours in sp that trade sequences for heads, inside of ring attention over sp / ulysses
     """

@@ -61,13 +61,14 @@ def test_estimates_are_what_arithmetic_says() -> None:
     ("arguments", "said"),
     [
         ("--gpu h300", "gpu='h300'"),
-        ("--gpu-memory -3", "gpu_memory=-3.0 must be above 0"),
+        ("--gpu-memory -3", "gpu_memory=-3.0 must be a finite number above 0"),
+        ("--gpu-memory inf", "gpu_memory=inf must be a finite number above 0"),
         ("--gpu-memory 0.001", "nothing fits on 8 devices"),
         ("--global-batch-size 0", "global_batch_size=0 must be at least 1"),
         ("--world-size 17 --global-batch-size 12", "a global batch that is a multiple of 17 would"),
         ("--seq-len -4", "--seq-len -4 must be at least 1"),
-        ("--gpus-per-node 0", "gpus_per_node=0 must be above 0"),
-        ("--inside-bandwidth nan", "inside_bandwidth=nan must be above 0"),
+        ("--gpus-per-node 0", "gpus_per_node=0 must be a finite number above 0"),
+        ("--inside-bandwidth nan", "inside_bandwidth=nan must be a finite number above 0"),
         ("--gpu v100", "a v100 has no units for it; it computes fp32, fp16"),
     ],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from shardwright.pipeline.planning.actions import Kind
+from shardwright.planner.places import Place, Sort, like
 from shardwright.planner.repeats import More, extend, is_steady
 from shardwright.planner.segments import Segment
 from shardwright.testing.peaks import Case, compare_shorter, draw_deep
@@ -19,6 +22,32 @@ def test_peaks_of_more_layers_and_microbatches() -> None:
     ((found, note),) = compare_shorter(Case("llama-causal-lm", OPTIONS, 0.0, 4), world=2)
     assert note == ""
     assert found.replayed == pytest.approx(found.measured, abs=64)  # a few numbers, of losses
+
+
+def test_actions_are_as_far_from_the_ends_of_a_step_as_those_that_stand_for_them() -> None:
+    sort = Sort(Kind.I, 1)
+    found = [like(Place(sort, number), Counter({sort: 10}), Counter({sort: 6})) for number in range(10)]
+    assert [place.number for place in found if place is not None] == [0, 1, 2, 3, 3, 3, 3, 3, 4, 5]
+    same = [like(Place(sort, number), Counter({sort: 6}), Counter({sort: 6})) for number in range(6)]
+    assert [place.number for place in same if place is not None] == [0, 1, 2, 3, 4, 5]
+    assert like(Place(sort, 0), Counter({sort: 10}), Counter()) is None
+
+
+def test_peaks_where_the_last_weight_gradients_wait_as_no_others_do() -> None:
+    """Four microbatches more than are replayed: what stands for those between them leaves nothing behind."""
+    options = {"precision": "bf16", "tp_size": 2, "pp_size": 2, "pp_style": "zbv", "num_model_chunks": 2}
+    options["num_microbatches"] = 10
+    along = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+    for found, _ in compare_shorter(Case("llama-causal-lm", options | along, 0.0, 6), world=4):
+        assert found.replayed == pytest.approx(found.measured, rel=1e-3)
+
+
+def test_peaks_of_pipelines_whose_weights_are_gathered_and_left() -> None:
+    """Backwards between forwards find other weights gathered than those behind the last forward."""
+    options = {"precision": "bf16", "pp_size": 2, "zero_stage": 3, "gather_ahead": 0, "num_microbatches": 8}
+    (first, _), (last, _) = compare_shorter(Case("llama-causal-lm", options, 0.0, 8), world=4)
+    assert first.replayed == pytest.approx(first.measured, rel=1e-3)
+    assert last.replayed == pytest.approx(last.measured, rel=3e-3)
 
 
 def _segment(layers: int) -> Segment:

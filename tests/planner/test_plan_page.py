@@ -65,9 +65,15 @@ def test_paths_that_cannot_be_written_are_told_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["plan", "--model", "llama-tiny", "--world-size", "1", "--batch-size", "2", "--seq-len", "8"]
-    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "nowhere" / "a.html", "No such file or directory")):
+    for path, why in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "nowhere" / "a.html", "No such file or directory"),
+        ("/dev/full", "No space left on device"),
+    ):
         assert main([*asked, "--html", str(path)]) == 1
-        assert capsys.readouterr().err.startswith(f"shardwright plan: --html {path} cannot be written ({why}); ")
+        said = capsys.readouterr()
+        assert said.err.startswith(f"shardwright plan: --html {path} cannot be written ({why}); ")
+        assert not said.out, "before anything was computed"
 
     def refused(self: Path, *args: Any, **kwargs: Any) -> None:
         raise PermissionError(13, "Permission denied")

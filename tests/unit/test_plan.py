@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ def test_a_70b_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
             "--model llama-tiny --world-size 1 --batch-size 2 --seq-len 8 --target-len 4 --peak",
             "--target-len 4: LlamaForCausalLM is no encoder-decoder",
         ),
+        (
+            "--model llama-tiny --world-size 2 --pp-size 2 --batch-size 2 --seq-len 16 --num-sequence-slices 17 --peak",
+            "num_sequence_slices=17 with sequence_length=16: a slice has one token at least",
+        ),
     ],
 )
 def test_layouts_that_do_not_work_say_so_and_fail(
@@ -75,6 +80,18 @@ def test_check_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert text.count("\n") == 1
     assert "8 ranks = dp 2 x pp 2 x tp 2" in text
+
+
+def test_check_tells_the_peak_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--check --model llama-tiny --world-size 2 --pp-size 2 --batch-size 2 --seq-len 8"
+    status, text = plan(capsys, f"{asked} --peak")
+    assert status == 0
+    assert text.count("\n") == 1
+    assert re.search(r"; peak \d+\.\d\d MiB on pipeline rank [01]$", text)
+    with pytest.raises(SystemExit) as end:
+        plan(capsys, f"{asked} --json")
+    assert end.value.code == 2
+    assert "--check with --json" in capsys.readouterr().err
 
 
 def test_models_come_from_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -113,6 +130,44 @@ def test_encoder_decoders_write_as_much_as_they_read_or_as_is_said(
         assert status == 0
         peaks.append(json.loads(text)["peaks"][0]["peak"])
     assert peaks[0] == peaks[1] > 1.2 * peaks[2]
+
+
+def test_what_an_encoder_decoder_starts_with_must_be_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    file.write_text(json.dumps({"model_type": "t5", **sizes, "architectures": ["T5ForConditionalGeneration"]}))
+    status, text = plan(capsys, f"--model {file} --world-size 1 --batch-size 2 --seq-len 8 --peak")
+    assert status == 1
+    assert "decoder_start_token_id of T5Config is not set" in text
+
+
+def test_what_is_written_for_sounds_must_be_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    kind = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+    layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+    heads = {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 100, "num_mel_bins": 8}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    places = {"max_source_positions": 16, "max_target_positions": 16}
+    file.write_text(json.dumps({**kind, **layers, **heads, **sizes, **ids, **places}))
+    given = f"--model {file} --world-size 1 --batch-size 3 --peak"
+    status, text = plan(capsys, given)
+    assert status == 1
+    assert "needs --target-len, tokens that it writes" in text
+    status, text = plan(capsys, f"{given} --target-len 5")
+    assert status == 0
+    assert "its batch: input_features [3, 8, 32], labels [3, 5]" in text
+
+
+def test_peaks_of_experts_say_what_they_take_for_granted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    kind = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+    file.write_text(json.dumps({**kind, **sizes, "vocab_size": 64, "num_local_experts": 4}))
+    for how in ("", " --json"):
+        status, text = plan(capsys, f"--model {file} --world-size 1 --batch-size 2 --seq-len 8 --peak{how}")
+        assert status == 0
+        assert "tokens are taken to choose all experts alike" in text
 
 
 def test_lengths_are_refused_where_there_are_no_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -355,6 +355,7 @@ class HybridParallelPlugin(ZeroPlugin):
         batch = BatchShape(batch_size, sequence_length)
         if sequence_length is not None:
             InputLimits(model).check_length(sequence_length)
+            self.settings.pipeline.check_length(sequence_length)
         self._sequences = probe_sequences(self.settings, model)
         return self._preflight(model, optimizer, self._sharder(model), batch).layout
 
