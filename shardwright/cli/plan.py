@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,7 +219,8 @@ def run(args: argparse.Namespace) -> int:
         given = _given(args)
         with planning_for(args.device or "cuda"):
             layout, attention = _resolve(args, config, form, given)
-            replayed = _replay(args, config, form, given, layout) if args.peak or args.html else _Replayed()
+            asked = args.peak or args.html
+            replayed = _replay(args, config, form, given, layout, attention) if asked else _Replayed()
     except ValueError as error:
         print(f"This layout does not work: {error}")
         return 1
@@ -247,12 +247,11 @@ class _Replayed(NamedTuple):
 
 
 def _show(args: argparse.Namespace, layout: Any, attention: str, replayed: _Replayed) -> None:
-    from ..planner.report import as_data, as_text, fullest, shapes_of
+    from ..planner.report import as_text, figures, fullest
 
     peaks, batch, note, _ = replayed
     if args.json:
-        found = {"peaks": as_data(peaks), "peaks_batch": shapes_of(batch), "peaks_note": note}
-        print(json.dumps({**asdict(layout), "attention": attention, **found}, indent=1))
+        print(json.dumps(figures(layout, attention, peaks, batch, note), indent=1))
     elif args.check:
         print(f"This layout works: {str(layout).splitlines()[1]}{f'; {fullest(peaks)}' if peaks else ''}")
     else:
@@ -339,7 +338,7 @@ def _optimizer(kind: str, model: Any) -> Any:
 
 
 def _replay(
-    args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any], layout: Any
+    args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any], layout: Any, attention: str
 ) -> _Replayed:
     from ..planner.batches import batch_of, takes_tokens, writes
     from ..planner.peaks import peaks
@@ -380,7 +379,8 @@ def _replay(
 
     machine = plan_search.device(args)
     found = peaks(job, args.world_size, chosen)
-    text = plan_page.page_of(job, args.world_size, layout, found, machine, args.batch_size, args.seq_len)
+    shape = args.batch_size, args.seq_len
+    text = plan_page.page_of(job, args.world_size, layout, attention, found, machine, *shape)
     return _Replayed(found.peaks, dict(job.batch), found.note, text)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from ..plugins.hybrid.resolved import size, table
+from ..plugins.hybrid.resolved import ResolvedLayout, size, table
 from .replay import Peak
 
 _SHOWN = 4  # holders named in a line
@@ -42,6 +43,14 @@ def fullest(peaks: Sequence[Peak]) -> str:
 def shapes_of(batch: Mapping[str, Any]) -> dict[str, list[int]]:
     """By name, of the tensors of a batch."""
     return {name: list(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def figures(
+    layout: ResolvedLayout, attention: str, peaks: Sequence[Peak], batch: Mapping[str, Any], note: str
+) -> dict[str, Any]:
+    """Everything, as `--json` prints it."""
+    replayed = {"peaks": as_data(peaks), "peaks_batch": shapes_of(batch), "peaks_note": note}
+    return {**asdict(layout), "attention": attention, **replayed}
 
 
 def as_data(peaks: Sequence[Peak]) -> list[dict[str, Any]]:

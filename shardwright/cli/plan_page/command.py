@@ -28,9 +28,17 @@ def write(path: Path, text: str) -> None:
 
 
 def page_of(
-    job: Job, world_size: int, layout: ResolvedLayout, found: Found, machine: Machine, samples: int, length: int | None
+    job: Job,
+    world_size: int,
+    layout: ResolvedLayout,
+    attention: str,
+    found: Found,
+    machine: Machine,
+    samples: int,
+    length: int | None,
 ) -> str:
-    """`samples` of a data-parallel rank, of so many tokens."""
+    """`samples` of a data-parallel rank, of so many tokens; `attention` says what computes it."""
+    from ...planner.report import figures
     from ...planner.step_times import step_times
     from .page import Drawn, page
 
@@ -41,6 +49,7 @@ def page_of(
             layout,
             found.peaks,
             found.note,
+            figures(layout, attention, found.peaks, job.batch, found.note),
             found.curves,
             times,
             machine.source,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -15,7 +15,6 @@ from ...pipeline.timeline import Timeline
 from ...pipeline.timeline_html import LEFT, WIDTH, Bar, key
 from ...planner.curves import Curve
 from ...planner.replay import Peak
-from ...planner.report import as_data
 from ...planner.step_times import StepTimes
 from ...plugins.hybrid.resolved import ResolvedLayout, size
 from ..report import curves
@@ -70,7 +69,8 @@ _OWN_STYLE = """
 class Drawn:
     """What is on a page.
 
-    layout, peaks, note   as `--json` has them
+    figures  what `--json` prints, of
+    layout, peaks, note
     curves  of the ranks that are drawn
     device  whose figures the times follow from, in words
     limit   bytes of a device, where they are known
@@ -80,6 +80,7 @@ class Drawn:
     layout: ResolvedLayout
     peaks: Sequence[Peak]
     note: str
+    figures: Mapping[str, Any]
     curves: Sequence[Curve]
     times: StepTimes
     device: str
@@ -139,9 +140,7 @@ def page(drawn: Drawn) -> str:
 def _figures(drawn: Drawn, every: Mapping[int, Sequence[Column]], seconds: float) -> dict[str, Any]:
     times = drawn.times
     return {
-        **asdict(drawn.layout),
-        "peaks": as_data(drawn.peaks),
-        "peaks_note": drawn.note,
+        **drawn.figures,
         "time": {
             "unit": _unit(drawn),
             "seconds": seconds,
