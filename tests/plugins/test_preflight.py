@@ -163,6 +163,7 @@ ZERO_BUBBLES: list[tuple[str, dict[str, Any]]] = [
             "gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5),
         },
     ),
+    ("llama-tied-causal-lm", {"pp_style": "zb", "zero_stage": 3}),
 ]
 
 
@@ -214,6 +215,7 @@ def test_the_share_that_zero_bubble_postpones_is_measured() -> None:
     assert shares[:3] == [1.0, 1.0, 1.0]
     assert 0.8 < shares[3] < 1.0
     assert shares[4] == pytest.approx(0.5, abs=0.1)
+    assert shares[5] == 1.0, "but that of a tied head does"
 
 
 def test_bubbles_of_zero_bubble_schedules_are_those_of_the_formulas(world_of: Any) -> None:

@@ -15,6 +15,7 @@ postponing anything.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -59,6 +60,8 @@ def weight_work(
     deferring = {id(param) for module in waiting for param in module.parameters(recurse=False)}
     params = dict(model.named_parameters(remove_duplicate=False))
     tables, visited = lookup_tables(model), visited_share(model)
+    # what several stages use waits all the same, and its weights are there all the time
+    users = Counter(name for stage in range(len(plan.stages)) for name in plan.survey.parameters(plan.stages, stage))
     found = []
     for stage in range(len(plan.stages)):
         is_last = stage == len(plan.stages) - 1
@@ -73,7 +76,8 @@ def weight_work(
             elements = math.prod(spec.local_shape(0)) if spec is not None else param.numel()
             amount = elements * (visited if any(".experts" in alias for alias in aliases) else 1.0)
             together += amount
-            postponed += amount if id(param) in deferring and param not in prompt else 0.0
+            waits = id(param) in deferring and (param not in prompt or users[name] > 1)
+            postponed += amount if waits else 0.0
         found.append(WeightWork(postponed, together))
     return found
 

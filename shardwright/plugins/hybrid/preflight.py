@@ -464,8 +464,12 @@ class _Resolver:
 
     def _prompt(self, rank: int) -> set[nn.Parameter]:
         """Whose gradients do not wait on a pipeline rank, where others do."""
-        heads = fusable_heads(self.model) if self.settings.sharding.enable_fused_cross_entropy else []
-        return prompt_parameters(self.plan, self.model, rank, self.settings, heads)
+        return prompt_parameters(self.plan, self.model, rank, self.settings, self._heads)
+
+    @cached_property
+    def _heads(self) -> list[nn.Linear]:
+        """Whose losses do without logits."""
+        return fusable_heads(self.model) if self.settings.sharding.enable_fused_cross_entropy else []
 
     @property
     def _deferred(self) -> float | None:
