@@ -438,14 +438,14 @@ class Estimator:
             weights += itemsize * gathered
         return weights + gradients + masters + states
 
-    @cached_property
-    def _kept(self) -> float:
-        """Of a layer, of a microbatch."""
+    def _kept(self, layers: int) -> float:
+        """Of the layers of a stage, of a microbatch; shares of them are rounded down, as the plugin has it."""
         layer, layout = self._rates.layer, self._layout
-        none = 1 - layout.whole - layout.selective
+        whole = int(layout.whole * layers)
+        selective = min(int(layout.selective * layers), layers - whole)
         # what products gave, of which the last result goes into the next layer's inputs (`ops.keeping`)
         in_part = min(self._kept_whole + max(layer.made - self._samples(self._task.hidden), 0.0), layer.kept)
-        return layout.whole * self._kept_whole + layout.selective * in_part + none * layer.kept
+        return whole * self._kept_whole + selective * in_part + (layers - whole - selective) * layer.kept
 
     @property
     def _kept_whole(self) -> float:
@@ -488,19 +488,19 @@ class Estimator:
         if layout.pp == 1:
             if layout.zero == 3:  # weights of the head beside those of layers ahead of it
                 head += self._itemsize * max(self._rates.rest.parameters / 2 - self._rates.layer.parameters, 0.0)
-            held = self._rates.layers * self._kept + self._rates.rest.kept
+            held = self._kept(self._rates.layers) + self._rates.rest.kept
             return self._static(self._parameters()) + max(held + head, self._at_table) + besides
         besides += _MESSAGES * self._message_size
         if not simulated:
             ends = self._static(self._parameters())
             under_way = min(layout.count, layout.pp)
-            held = under_way * self._counts[0] * layout.chunks * self._kept
+            held = under_way * layout.chunks * self._kept(self._counts[0])
             if layout.style == "interleaved":
                 held *= 1 + (layout.pp - 1) / self._stages
-            others = held - self._counts[0] * self._kept
+            others = held - self._kept(self._counts[0])
             return ends + max(held + layers, others + self._at_table) + besides
         schedule, _ = self._schedule
-        kept = [count * self._kept for count in self._counts]
+        kept = [self._kept(count) for count in self._counts]
         kept[-1] += self._rates.rest.kept
         waiting = [count * self._rates.layer.kept * 0.8 for count in self._counts]
         deferred = waiting if STYLES[layout.style].splits else None
@@ -509,7 +509,7 @@ class Estimator:
         found: list[float] = []
         for rank, curve in enumerate(curves):
             # what waits is bounded by what 1F1B's first rank would hold
-            bound = max(float(curve.kept.max()), min(layout.count, layout.pp) * self._most * layout.chunks * self._kept)
+            bound = max(float(curve.kept.max()), min(layout.count, layout.pp) * layout.chunks * self._kept(self._most))
             own = sum(self._counts[stage] for stage in schedule.placement.stages_of(rank))
             parameters = own * self._rates.layer.parameters
             if rank in (first, last):
