@@ -94,6 +94,8 @@ def microbatches_left(pp_style: str, ranks: int, gathers: bool = False) -> int:
     """
     if splits_backward(pp_style):
         return 2 * ranks + 2
+    if pp_style == "interleaved":
+        return 4 * ranks  # its microbatches go in groups of as many, of which two have to lie in the middle
     return max(3, 2 * ranks if gathers and ranks > 1 else ranks)
 
 
