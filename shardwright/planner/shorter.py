@@ -96,7 +96,7 @@ def microbatches_left(pp_style: str, ranks: int, gathers: bool = False) -> int:
         return 2 * ranks + 2
     if pp_style == "interleaved":
         return 4 * ranks  # its microbatches go in groups of as many, of which two have to lie in the middle
-    return max(3, 2 * ranks if gathers and ranks > 1 else ranks)
+    return max(3, 2 * ranks if gathers else ranks)
 
 
 def stage_of(

@@ -15,7 +15,7 @@ from hybrid_ranks import Layout, Run
 from shardwright.kernels.lazy_logits import LazyLogits
 from shardwright.pipeline.planning.actions import Kind
 from shardwright.pipeline.runtime import Part, PipelineRuntime
-from shardwright.plugins.hybrid.chunks import chunk_of
+from shardwright.plugins.hybrid.chunks import chunk_of, part_of
 from shardwright.shardformer import PipelineGradientCheckpointConfig, fused_head
 from shardwright.testing import keep_float64, run_ranks
 from shardwright.zero.layout import SHARED
@@ -58,7 +58,7 @@ def recorded() -> Iterator[list[Event]]:
     def note_launch(self: GradReducer, bucket: Any, piece: int) -> None:
         if piece == 0:
             section = bucket.plan.family.section
-            chunk, part = (SHARED, Part.OTHERS) if section == SHARED else (chunk_of(section), Part(section % 2))
+            chunk, part = (SHARED, Part.OTHERS) if section == SHARED else (chunk_of(section), part_of(section))
             events.append(Event("leaves", chunk, bucket.index, part=part))
         launch(self, bucket, piece)
 

@@ -48,7 +48,6 @@ class ToldGradients:
     def __init__(self) -> None:
         self.prompt: tuple[nn.Parameter, ...] = ()
         self.calls: list[tuple[str, int, Part, bool]] = []
-        self.finished = 0
 
     def begin(self, chunk: int, part: Part, last: bool, of: Any) -> None:
         self.calls.append(("begin", chunk, part, last))
@@ -57,16 +56,18 @@ class ToldGradients:
         self.calls.append(("end", chunk, part, last))
 
     def finish(self) -> None:
-        self.finished += 1
+        self.calls.append(("finish", -1, Part.OTHERS, True))
 
     def check(self, microbatches: int, chunks: int, where: str) -> None:
-        assert self.finished == 1, where
+        assert self.calls.pop() == ("finish", -1, Part.OTHERS, True), where
         expected = [("begin", False), ("end", False)] * (microbatches - 1) + [("begin", True), ("end", True)]
         for chunk, part in itertools.product(range(chunks), Part):
             assert [(kind, last) for kind, *of, last in self.calls if of == [chunk, part]] == expected, where
-        # nothing else of a part comes between its begin and its end, but for the last, whose end is an action
+        # nothing else of a part comes between its begin and its end, but for the last prompt ones, whose end is an
+        # action behind those of the others
         for part in Part:
-            mine = [(kind, chunk, last) for kind, chunk, which, last in self.calls if which is part and not last]
+            mine = [(kind, chunk, last) for kind, chunk, which, last in self.calls if which is part]
+            mine = [call for call in mine if part is Part.OTHERS or not call[-1]]
             assert mine[0::2] == [("begin", *rest) for _, *rest in mine[1::2]], f"{where}: {self.calls}"
 
 

@@ -122,6 +122,11 @@ def chunk_of(section: int) -> int:
     return section // len(Part)
 
 
+def part_of(section: int) -> Part:
+    """Which part of its chunk a section is."""
+    return Part(section % len(Part))
+
+
 def sections_of(staged: StagedModel, prompt: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
     """For every parameter that this rank holds its section, or `SHARED`."""
     users: dict[nn.Parameter, set[int]] = {}
@@ -138,6 +143,4 @@ def sections_of(staged: StagedModel, prompt: Collection[nn.Parameter]) -> dict[n
 
 def prompt_of(sections: Mapping[nn.Parameter, int]) -> list[nn.Parameter]:
     """Those that are `Part.PROMPT` of their chunk."""
-    return [
-        param for param, section in sections.items() if section != SHARED and section % len(Part) == Part.PROMPT.value
-    ]
+    return [param for param, section in sections.items() if section != SHARED and part_of(section) is Part.PROMPT]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -52,9 +52,9 @@ def weight_work(
     model: nn.Module,
     plan: CutPlan,
     specs: Mapping[int, ParamSpec],
-    prompt_on: Callable[[int], Collection[nn.Parameter]],
+    prompt: Sequence[Collection[nn.Parameter]],
 ) -> list[WeightWork]:
-    """The work of every stage. `prompt_on` tells the parameters whose gradients do not wait on a pipeline rank."""
+    """The work of every stage. `prompt` are by pipeline rank the parameters whose gradients do not wait."""
     assert plan.survey is not None
     waiting = [module for module in model.modules() if can_wait(module)]
     deferring = {id(param) for module in waiting for param in module.parameters(recurse=False)}
@@ -65,7 +65,7 @@ def weight_work(
     found = []
     for stage in range(len(plan.stages)):
         is_last = stage == len(plan.stages) - 1
-        prompt = prompt_on(plan.placement.rank_of(stage))
+        at_once = prompt[plan.placement.rank_of(stage)]
         together = postponed = 0.0
         for name in plan.survey.parameters(plan.stages, stage):
             param, aliases = params[name], plan.survey.names[name]
@@ -76,7 +76,7 @@ def weight_work(
             elements = math.prod(spec.local_shape(0)) if spec is not None else param.numel()
             amount = elements * (visited if any(".experts" in alias for alias in aliases) else 1.0)
             together += amount
-            waits = id(param) in deferring and (param not in prompt or users[name] > 1)
+            waits = id(param) in deferring and (param not in at_once or users[name] > 1)
             postponed += amount if waits else 0.0
         found.append(WeightWork(postponed, together))
     return found

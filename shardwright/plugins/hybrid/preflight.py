@@ -337,7 +337,7 @@ class _Resolver:
         tied = {
             alias: group.names[0] for group in self.plan.tied_groups if rank in group.ranks for alias in group.names
         }
-        prompt = self._prompt(rank)
+        prompt = self._prompt[rank]
         entries: dict[nn.Parameter, Entry] = {}
         for name, spec, shape in zip(names, specs, shapes, strict=True):
             kind = params[name]
@@ -462,14 +462,12 @@ class _Resolver:
             return None
         return weight_work(self.model, self.plan, self.specs, self._prompt)
 
-    def _prompt(self, rank: int) -> set[nn.Parameter]:
-        """Whose gradients do not wait on a pipeline rank, where others do."""
-        return prompt_parameters(self.plan, self.model, rank, self.settings, self._heads)
-
     @cached_property
-    def _heads(self) -> list[nn.Linear]:
-        """Whose losses do without logits."""
-        return fusable_heads(self.model) if self.settings.sharding.enable_fused_cross_entropy else []
+    def _prompt(self) -> list[set[nn.Parameter]]:
+        """By pipeline rank, whose gradients do not wait where others do."""
+        heads = fusable_heads(self.model) if self.settings.sharding.enable_fused_cross_entropy else []
+        ranks = range(self.plan.placement.num_ranks)
+        return [prompt_parameters(self.plan, self.model, rank, self.settings, heads) for rank in ranks]
 
     @property
     def _deferred(self) -> float | None:
@@ -548,8 +546,7 @@ class _Resolver:
         found = []
         if self._deferred is not None:
             possible = None if microbatches is None else simulate(self._actions(microbatches)).bubble
-            prompt = any(map(self._prompt, range(self.mesh.size("pp"))))
-            found.append(deferral_warning(self.plan.pp_style, self._deferred, bubble, possible, prompt))
+            found.append(deferral_warning(self.plan.pp_style, self._deferred, bubble, possible, any(self._prompt)))
         config = pipeline.gradient_checkpoint_config
         for name, what in (("gradient_checkpointing_ratio", "whole"), ("selective_ratio", "selective")):
             ratio = getattr(config, name, None)
