@@ -88,11 +88,17 @@ class RankError(RuntimeError):
 
 
 def failure_text(outcomes: Sequence[RankOutcome]) -> str:
-    """The others in a line each, then the rank that failed first with its traceback."""
+    """The others in a line each, then the rank that failed first with its traceback, and what signals killed."""
     first = min((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.when)
     lines = [f"rank {first.rank} of {len(outcomes)} failed first"]
     lines += [f"  rank {outcome.rank}: {outcome.summary()}" for outcome in outcomes if outcome is not first]
-    return "\n".join([*lines, f"--- rank {first.rank}, failed first ---", first.details()])
+    lines += [f"--- rank {first.rank}, failed first ---", first.details()]
+    # Which of a lost connection and an abort came first is a guess, and the stacks of the abort are gone afterwards.
+    killed = [outcome for outcome in outcomes if outcome is not first and (outcome.exitcode or 0) < 0]
+    for outcome in killed:
+        if outcome.stacks.strip():
+            lines += [f"--- rank {outcome.rank}, {outcome.summary()} ---", outcome.details()]
+    return "\n".join(lines)
 
 
 def timeout_text(outcomes: Sequence[RankOutcome], timeout: float) -> str:

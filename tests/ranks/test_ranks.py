@@ -201,6 +201,18 @@ def test_a_rank_that_dies(how: str, text: str) -> None:
     assert info.value.first == 1
 
 
+def abort_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.abort()
+    dist.barrier()
+
+
+def test_the_stacks_of_an_abort_are_shown_whatever_failed_first() -> None:
+    """Its peer raises that the connection is lost, which may be seen first."""
+    with pytest.raises(RankError, match=r"killed by SIGABRT(.|\n)*Fatal Python error: Aborted(.|\n)* in abort_on_one"):
+        run_ranks(abort_on_one, 2)
+
+
 def return_a_lambda(rank: int, world_size: int) -> object:
     return lambda: rank
 
