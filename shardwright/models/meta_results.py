@@ -9,7 +9,7 @@ same hundred results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ _aten = torch.ops.aten
 
 _MOST_REMEMBERED = 4096
 _SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 _CONTENTS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _remembered: dict[Hashable, tuple[type, tuple[Any, ...]]] = {}
 
@@ -29,17 +30,23 @@ def find_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return None if rule is None else rule(args, kwargs)
 
 
-def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def has_rule(func: Any) -> bool:
+    return func in _RULES
+
+
+def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: frozenset[type] = _PLAIN_KINDS) -> Any:
     """`func(*args, **kwargs)`, which torch is asked for once per form of the arguments where that decides the result:
     for operators that change nothing, return no view, draw no random numbers and read no contents.
+
+    kinds  of tensors whose shape, strides and dtype are all there is to them
     """
-    form = _form((args, tuple(kwargs.items()))) if _follows_from_forms(func) else None
+    form = _form((args, tuple(kwargs.items())), kinds) if _follows_from_forms(func) else None
     if form is None:
         return func(*args, **kwargs)
     key = func, form, torch.get_default_dtype()
     if key not in _remembered:
         found = func(*args, **kwargs)
-        results = _form(found if type(found) in (tuple, list) else (found,))
+        results = _form(found if type(found) in (tuple, list) else (found,), _PLAIN_KINDS)
         if results is None or not all(isinstance(result[0], torch.Size) for result in results):
             return found
         if len(_remembered) >= _MOST_REMEMBERED:
@@ -61,25 +68,29 @@ def _follows_from_forms(func: Any) -> bool:
     )
 
 
-def _form(value: Any) -> Any:
+def _form(value: Any, kinds: frozenset[type]) -> Any:
     """All that operators may read of arguments without contents, hashable; None where there is more to them.
 
     A scalar stands beside its type: 2 and 2.0 are equal, and what is computed with them need not have one dtype.
     """
     kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if kind in kinds:
         known = value.is_meta and value.layout is torch.strided and not (value.is_conj() or value.is_neg())
         return (value.shape, value.stride(), value.dtype) if known else None
     if kind in _SCALARS:
         return kind, value
     if kind is tuple or kind is list or kind is torch.Size:
-        forms = tuple(map(_form, value))
+        forms = tuple(_form(one, kinds) for one in value)
         return None if None in forms else forms
     return None
 
 
 def _plain(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.is_floating_point() and tensor.is_contiguous()
+
+
+def _made(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -94,7 +105,7 @@ def _elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor 
     for tensor in tensors[1:]:
         if tensor.shape != shape:
             return _broadcast(tensors)
-    return first.new_empty(shape)
+    return _made(shape, first.dtype)
 
 
 def _broadcast(tensors: list[torch.Tensor]) -> torch.Tensor | None:
@@ -104,7 +115,7 @@ def _broadcast(tensors: list[torch.Tensor]) -> torch.Tensor | None:
         behind = largest.shape[largest.dim() - tensor.dim() :]
         if any(size not in (1, other) for size, other in zip(tensor.shape, behind, strict=True)):
             return None
-    return largest.new_empty(largest.shape)
+    return _made(largest.shape, largest.dtype)
 
 
 def _along_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -112,7 +123,7 @@ def _along_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | 
     if kwargs or len(args) != 3 or args[2] is not False or not _plain(args[0]):
         return None
     rank = args[0].dim()
-    return args[0].new_empty(args[0].shape) if -rank <= args[1] < rank else None
+    return _made(args[0].shape, args[0].dtype) if -rank <= args[1] < rank else None
 
 
 def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -123,7 +134,7 @@ def _mean(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """(tensor, [last dim], whether it stays)"""
     if kwargs or len(args) != 3 or list(args[1]) != [-1] or args[2] is not True or not _plain(args[0]):
         return None
-    return args[0].new_empty((*args[0].shape[:-1], 1)) if args[0].dim() else None
+    return _made((*args[0].shape[:-1], 1), args[0].dtype) if args[0].dim() else None
 
 
 def _nll_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -133,7 +144,17 @@ def _nll_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tens
     logs, targets, _, reduction, _ = args
     if logs.dim() != 2 or targets.dtype is not torch.long or targets.shape != logs.shape[:1]:
         return None
-    return logs.new_empty(logs.shape[:1] if reduction == 0 else ()), logs.new_empty(())
+    return _made(logs.shape[:1] if reduction == 0 else (), logs.dtype), _made((), logs.dtype)
+
+
+def _product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Of matrices [m, k] and [k, n], however they lie in memory."""
+    first, second = args
+    if kwargs or not all(tensor.is_meta and tensor.is_floating_point() and tensor.dim() == 2 for tensor in args):
+        return None
+    if first.dtype is not second.dtype or first.shape[1] != second.shape[0]:
+        return None
+    return _made((first.shape[0], second.shape[1]), first.dtype)
 
 
 _ELEMENTWISE = (
@@ -148,5 +169,6 @@ _RULES: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     _aten._softmax.default: _along_dim,
     _aten._safe_softmax.default: _safe_softmax,
     _aten.mean.dim: _mean,
+    _aten.mm.default: _product,
     _aten.nll_loss_forward.default: _nll_loss,
 }

@@ -32,6 +32,7 @@ from ..models.dry_run import nonzero_of
 from ..utils.device import chosen_as_for
 from ..utils.pytree import TorchDispatchMode
 from ..utils.torch_names import SDPA
+from .fake_kernels import find_fake
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -100,6 +101,8 @@ class Fakes(TorchDispatchMode):
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is _aten.nonzero.default:
             return nonzero_of(args[0])
+        if (found := find_fake(self._mode, func, args, kwargs)) is not None:
+            return found
         with self._mode:
             if func is _aten._grouped_mm.default:  # its shape rule knows bfloat16 alone (torch 2.13)
                 first, second, *others = args
