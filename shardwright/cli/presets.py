@@ -27,7 +27,17 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-405b": _llama(16384, 53248, 126, 128, 8),
     "gpt2": ("gpt2", {}),
     "bert-base": ("bert", {}),
-    "t5-base": ("t5", {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
+    "t5-base": (
+        "t5",
+        {
+            "d_model": 768,
+            "d_kv": 64,
+            "d_ff": 3072,
+            "num_layers": 12,
+            "num_heads": 12,
+            "decoder_start_token_id": 0,
+        },
+    ),
     "qwen3-moe-30b": (
         "qwen3_moe",
         {

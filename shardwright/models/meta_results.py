@@ -9,7 +9,7 @@ same hundred results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,9 +19,7 @@ _aten = torch.ops.aten
 
 _MOST_REMEMBERED = 4096
 _SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PLAIN_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 _CONTENTS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_remembered: dict[Hashable, tuple[type, tuple[Any, ...]]] = {}
 
 
 def find_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -34,28 +32,69 @@ def has_rule(func: Any) -> bool:
     return func in _RULES
 
 
-def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: frozenset[type] = _PLAIN_KINDS) -> Any:
-    """`func(*args, **kwargs)`, which torch is asked for once per form of the arguments where that decides the result:
-    for operators that change nothing, return no view, draw no random numbers and read no contents.
+class Remembered:
+    """Results of operators by the form of their arguments, where that decides them.
 
-    kinds  of tensors whose shape, strides and dtype are all there is to them
+    kinds  of tensors that have nothing but a shape, strides and a dtype, on the meta device
     """
-    form = _form((args, tuple(kwargs.items())), kinds) if _follows_from_forms(func) else None
-    if form is None:
-        return func(*args, **kwargs)
-    key = func, form, torch.get_default_dtype()
-    if key not in _remembered:
-        found = func(*args, **kwargs)
-        results = _form(found if type(found) in (tuple, list) else (found,), _PLAIN_KINDS)
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self._kinds = frozenset(kinds)
+        self._found: dict[Hashable, tuple[type, tuple[Any, ...]]] = {}
+
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: Hashable = None) -> Hashable:
+        """Of operators that change nothing, return no view, draw no random numbers and read no contents; else None.
+        place: what else decides the result.
+        """
+        form = self._form((args, tuple(kwargs.items()))) if _follows_from_forms(func) else None
+        return None if form is None else (func, form, torch.get_default_dtype(), place)
+
+    def recall(self, key: Hashable) -> Any:
+        """New tensors; None where nothing is known."""
+        if key not in self._found:
+            return None
+        kind, results = self._found[key]
+        made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in results]
+        return kind(made) if kind in (tuple, list) else made[0]
+
+    def note(self, key: Hashable, found: Any) -> None:
+        results = self._form(found if type(found) in (tuple, list) else (found,))
         if results is None or not all(isinstance(result[0], torch.Size) for result in results):
-            return found
-        if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = type(found), results
-        return found
-    kind, results = _remembered[key]
-    made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in results]
-    return kind(made) if kind in (tuple, list) else made[0]
+            return
+        if len(self._found) >= _MOST_REMEMBERED:
+            self._found.clear()
+        self._found[key] = type(found), results
+
+    def _form(self, value: Any) -> Any:
+        """All that operators may read of arguments without contents, hashable; None where there is more to them.
+
+        A scalar stands beside its type: 2 and 2.0 are equal, and what is computed with them need not have one dtype.
+        """
+        kind = type(value)
+        if kind in self._kinds:
+            known = value.is_meta and value.layout is torch.strided and not (value.is_conj() or value.is_neg())
+            return (value.shape, value.stride(), value.dtype) if known else None
+        if kind in _SCALARS:
+            return kind, value
+        if kind is tuple or kind is list or kind is torch.Size:
+            forms = tuple(map(self._form, value))
+            return None if None in forms else forms
+        return None
+
+
+_remembered = Remembered((torch.Tensor, torch.nn.Parameter))
+
+
+def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`, which torch is asked for once per form of the arguments."""
+    key = _remembered.key(func, args, kwargs)
+    if key is None:
+        return func(*args, **kwargs)
+    found = _remembered.recall(key)
+    if found is None:
+        found = func(*args, **kwargs)
+        _remembered.note(key, found)
+    return found
 
 
 @cache
@@ -66,23 +105,6 @@ def _follows_from_forms(func: Any) -> bool:
         and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
         and _CONTENTS.isdisjoint(func.tags)
     )
-
-
-def _form(value: Any, kinds: frozenset[type]) -> Any:
-    """All that operators may read of arguments without contents, hashable; None where there is more to them.
-
-    A scalar stands beside its type: 2 and 2.0 are equal, and what is computed with them need not have one dtype.
-    """
-    kind = type(value)
-    if kind in kinds:
-        known = value.is_meta and value.layout is torch.strided and not (value.is_conj() or value.is_neg())
-        return (value.shape, value.stride(), value.dtype) if known else None
-    if kind in _SCALARS:
-        return kind, value
-    if kind is tuple or kind is list or kind is torch.Size:
-        forms = tuple(_form(one, kinds) for one in value)
-        return None if None in forms else forms
-    return None
 
 
 def _plain(tensor: Any) -> bool:

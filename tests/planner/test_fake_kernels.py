@@ -50,6 +50,10 @@ CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.new_empty.default, (HALF, [3, 2]), {"dtype": torch.float32}),
     (aten.slice_backward.default, (MATRIX, [4, 12], 1, 0, 6, 1), {}),
     (aten.silu_backward.default, (MATRIX, WIDE), {}),
+    (aten.gelu_backward.default, (MATRIX, WIDE), {"approximate": "tanh"}),
+    (aten.addmm.default, (MATRIX[0], MATRIX[:, :4], WIDE), {}),
+    (aten.empty_like.default, (WIDE,), {}),
+    (aten.new_zeros.default, (HALF, [2]), {"pin_memory": False}),
     (aten.masked_fill.Scalar, (MATRIX, MATRIX > 0, -1.0), {}),
 ]
 
@@ -80,6 +84,32 @@ def test_results(mode: FakeTensorMode, case: Any) -> None:
         assert described(found) == described(expected) == described(func(*args, **kwargs))
     shared = found.untyped_storage()._cdata == fakes[0].untyped_storage()._cdata
     assert shared is (expected.untyped_storage()._cdata == fakes[0].untyped_storage()._cdata)
+
+
+@pytest.mark.parametrize("rows", [MATRIX, HALF], ids=["fp32", "bf16"])  # on a CPU bf16 has other statistics
+def test_layer_norm(mode: FakeTensorMode, rows: torch.Tensor) -> None:
+    args = (rows, [6], rows[0].clone(), None, 1e-5)
+    real = aten.native_layer_norm.default(*args)
+    fakes = faked(mode, args)
+    for _ in range(2):
+        found = find_fake(mode, aten.native_layer_norm.default, fakes, {})
+        assert list(map(described, found)) == list(map(described, real))
+    behind = (rows, rows, [6], *real[1:], rows[0].clone(), rows[1].clone())
+    for mask in ([True, True, True], [True, False, False]):
+        expected = aten.native_layer_norm_backward.default(*behind, mask)
+        for _ in range(2):
+            found = find_fake(mode, aten.native_layer_norm_backward.default, (*faked(mode, behind), mask), {})
+            for one, other in zip(found, expected, strict=True):
+                assert one is other is None or described(one) == described(other)
+
+
+def test_changes_in_place(mode: FakeTensorMode) -> None:
+    target, source = faked(mode, (MATRIX.clone(), HALF[:1].clone()))
+    assert find_fake(mode, aten.copy_.default, (target, source), {}) is target
+    assert find_fake(mode, aten.fill_.Scalar, (target, 2.0), {}) is target
+    assert target._version == 2
+    with pytest.raises(RuntimeError):
+        find_fake(mode, aten.copy_.default, (source, target), {})
 
 
 def test_results_that_are_several(mode: FakeTensorMode) -> None:

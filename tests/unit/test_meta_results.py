@@ -152,7 +152,8 @@ def test_what_does_more_than_compute_is_not_remembered() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_results, "_MOST_REMEMBERED", 8)
-    monkeypatch.setattr(meta_results, "_remembered", {})
+    memory = meta_results.Remembered((torch.Tensor,))
+    monkeypatch.setattr(meta_results, "_remembered", memory)
     for size in range(30):
         assert compute(aten.exp.default, (torch.empty(size, device="meta"),), {}).shape == (size,)
-        assert len(meta_results._remembered) <= 8
+        assert len(memory._found) <= 8
