@@ -95,17 +95,19 @@ class Reduction(Protocol):
     """Reduces the weight gradients of this rank's chunks over its data-parallel peers.
 
     prompt  whose gradients do not wait where others do (`Part.PROMPT`)
-    begin   a microbatch's gradients of a part are about to be made: those of all its parameters, or of the given ones
-            only; others are there. With `last` they are the last of the step
-    end     they are made. With `last` this is the action REDUCE
+    begin   a microbatch's gradients of some parts are about to be made: those of all their parameters, or of the given
+            ones only; others are there. With `last` they are the last of the step
+    end     they are made, before others are begun. With `last` this is the action REDUCE, but for prompt ones of I
     finish  those of all chunks are made
     """
 
     prompt: Collection[torch.nn.Parameter]
 
-    def begin(self, chunk: int, part: Part, last: bool, of: Collection[torch.nn.Parameter] | None) -> None: ...
+    def begin(
+        self, chunk: int, parts: Sequence[Part], last: bool, of: Collection[torch.nn.Parameter] | None
+    ) -> None: ...
 
-    def end(self, chunk: int, part: Part, last: bool) -> None: ...
+    def end(self, chunk: int, parts: Sequence[Part], last: bool) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -321,6 +323,7 @@ class PipelineRuntime:
         self._joined: tuple[int, int] | None = None  # the forward that runs with the next action
         # microbatches whose weight gradients are still to be made
         self._to_come = Counter[tuple[int, Part]]()
+        self._to_reduce: Sequence[Part] = ()  # by the next REDUCE
         self._slices = 1  # of a microbatch
         self._live: dict[tuple[int, int], _Live] = {}
         self._receives: dict[tuple[Kind, int, int], Receive] = {}
@@ -445,14 +448,15 @@ class PipelineRuntime:
         if self._reduction is None or microbatch % self._slices:
             yield
             return
-        chunk = self.placement.chunk_of(stage)
-        for part in _COMPLETES[kind]:
-            self._to_come[stage, part] -= 1
-            self._reduction.begin(chunk, part, self._to_come[stage, part] == 0, of)
+        chunk, parts = self.placement.chunk_of(stage), _COMPLETES[kind]
+        self._to_come.subtract((stage, part) for part in parts)
+        last = not any(self._to_come[stage, part] for part in parts)
+        self._reduction.begin(chunk, parts, last, of)
         yield
-        for part in _COMPLETES[kind]:
-            if self._to_come[stage, part]:
-                self._reduction.end(chunk, part, last=False)
+        if last and kind is not Kind.I:
+            self._to_reduce = parts
+        else:  # behind the last I others' gradients are made before the stage's are complete
+            self._reduction.end(chunk, parts, last)
 
     def _room_for_weights(self, stage: int, microbatch: int) -> int:
         """Bytes that 1F1B would hold at its peak, on its first rank, less those of the graphs that are held here and
@@ -504,8 +508,7 @@ class PipelineRuntime:
 
     def _reduce(self, stage: int, microbatch: int) -> None:
         if self._reduction is not None:
-            for part in Part:
-                self._reduction.end(self.placement.chunk_of(stage), part, last=True)
+            self._reduction.end(self.placement.chunk_of(stage), self._to_reduce, last=True)
 
     def _wait_weights(self, stage: int) -> None:
         if self._gathering is not None:

@@ -126,6 +126,11 @@ class BucketPlan:
     def numel(self) -> int:
         return self.shard_numel * self.shards
 
+    @property
+    def turn(self) -> tuple[bool, int]:
+        """Ascending in the order in which backward fills buckets, those that are not plain last."""
+        return not self.family.is_plain, -min(slot.entry.index for slot in self.slots)
+
     def gaps(self, rows: torch.Tensor, start: int) -> list[torch.Tensor]:
         """What no parameter lies in of `rows`, which are elements of every shard from its `start` on."""
         piece = start, rows.shape[1]

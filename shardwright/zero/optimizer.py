@@ -311,14 +311,16 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         if self.units is not None and self.reducer.launch_in_backward:
             self.units.end_backward()
 
-    def expect_gradients(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
+    def expect_gradients(
+        self, section: int | Collection[int], last: bool, of: Collection[nn.Parameter] | None = None
+    ) -> None:
         """For runtimes: the gradients of one microbatch are about to come; see `GradReducer.open`."""
-        self.reducer.open(section, last, of)
+        self.reducer.open([section] if isinstance(section, int) else section, last, of)
 
-    def reduce_grad(self, section: int, last: bool = True) -> None:
-        """For runtimes: the gradients of `section` are there; see `GradReducer.reduce`."""
+    def reduce_grad(self, section: int | Collection[int], last: bool = True) -> None:
+        """For runtimes: the gradients of a section are there, or of several; see `GradReducer.reduce`."""
         self._agreed = False
-        self.reducer.reduce(section, last)
+        self.reducer.reduce([section] if isinstance(section, int) else section, last)
 
     # What the step template asks for.
 

@@ -15,8 +15,8 @@ Sums stay raw: the mean over data-parallel ranks is part of the factor that the 
 multiplied again on arrival, which loses nothing.
 
 [Note: order of launches] Collectives of one group must start in the same order on every rank, whatever order gradients
-arrive in. So a bucket starts when it and all buckets before it (in its section) are complete; at the end of backward
-the rest start with zeros in place of gradients that never came.
+arrive in. So a bucket starts when it and all buckets before it are complete, those of all sections that are reduced
+together; at the end of backward the rest start with zeros in place of gradients that never came.
 
 What a bucket may be asked for when is in [Note: states of gradients] (precision/grad_state.py).
 """
@@ -50,34 +50,9 @@ from .groups import Groups
 from .layout import Slot, aligned
 from .param_guard import drop_own_gradient, own_gradient
 from .shared_rows import SharedRows
+from .window import Window, next_of
 
 _MAX_IN_FLIGHT = 2
-
-
-class _Window:
-    """Progress of one section between two reductions: which slots are missing, which bucket is next."""
-
-    def __init__(self, buckets: list[Bucket]) -> None:
-        self.buckets = buckets
-        self.close()
-
-    def close(self) -> None:
-        self.next = 0
-        self.is_open = False  # whether buckets leave as they are complete
-        self.missing: list[set[Slot]] = []
-
-    def open(self, awaited: set[Slot] | None = None) -> None:
-        """Gradients come now: those of all slots, or of the `awaited` ones."""
-        self.next, self.is_open = 0, True
-        self.missing = [
-            set(bucket.plan.slots) if awaited is None else awaited.intersection(bucket.plan.slots)
-            for bucket in self.buckets
-        ]
-
-    @property
-    def has_complete(self) -> bool:
-        """Whether the next bucket may leave."""
-        return self.next < len(self.buckets) and not self.missing[self.next]
 
 
 class GradReducer:
@@ -136,7 +111,7 @@ class GradReducer:
         self.pool = ScratchPool(device, max(map(self._scratch_bytes, self.buckets), default=0))
         sections = sorted({bucket.plan.family.section for bucket in self.buckets})
         self._windows = {
-            s: _Window([bucket for bucket in self.buckets if bucket.plan.family.section == s]) for s in sections
+            s: Window([bucket for bucket in self.buckets if bucket.plan.family.section == s]) for s in sections
         }
         self._places = {
             slot: (window, position)
@@ -145,6 +120,7 @@ class GradReducer:
             for slot in bucket.plan.slots
         }
         self.slots = {slot.entry.param: slot for slot in self._places}
+        self._open: list[Window] = []  # that wait for gradients of the backward that runs
         self._flying: list[Flight] = []
         self._in_parts: Bucket | None = None  # with pieces that are still to be launched
         self._ending = True  # whether what is reduced now completes the step's gradients
@@ -213,7 +189,8 @@ class GradReducer:
                 for bucket in self.buckets:  # hooks look at what is summed so far, as by plain torch
                     if bucket.dtype != bucket.master_dtype:  # else they do anyway
                         bucket.show_sums()
-            for window in self._windows.values() if self._reduces_now else ():
+            self._open = [*self._windows.values()] if self._reduces_now else []
+            for window in self._open:
                 window.open()
 
     def _let_scripts_hook_first(self, buckets: Sequence[Bucket]) -> bool:
@@ -222,21 +199,28 @@ class GradReducer:
         with without_torch_function():  # nobody is asked about hooks
             return sum(put_hook_last(slot.entry.param, self._hook_numbers[slot]) for slot in slots) > 0
 
-    def open(self, section: int, last: bool, of: Collection[nn.Parameter] | None = None) -> None:
-        """For runtimes: gradients of one microbatch in `section` are about to come. What they complete leaves at once.
+    def open(self, sections: Collection[int], last: bool, of: Collection[nn.Parameter] | None = None) -> None:
+        """For runtimes: gradients of one microbatch in `sections` are about to come. What they complete leaves at once.
 
-        last  no more will come for the section in this step
+        last  no more will come for the sections in this step
         of    the parameters that get one; default: all
         """
-        window = self._windows.get(section)
-        if window is None or (self.keep_full and not (last and self.require_sync)):
-            return
-        self._require_unreduced(window)
-        self._let_scripts_hook_first(window.buckets)
+        for window in self._open:  # of a step that failed
+            window.close()
+        self._open = self._to_reduce(sections, last)
         self._ending = last
-        window.open(None if of is None else {self.slots[param] for param in of if param in self.slots})
-        while window.has_complete:
-            self._launch_next(window)
+        awaited = None if of is None else {self.slots[param] for param in of if param in self.slots}
+        for window in self._open:
+            self._require_unreduced(window)
+            self._let_scripts_hook_first(window.buckets)
+            window.open(awaited)
+        self._launch_complete()
+
+    def _to_reduce(self, sections: Collection[int], last: bool) -> list[Window]:
+        """Those of `sections` that have buckets, if they are reduced now."""
+        if self.keep_full and not (last and self.require_sync):
+            return []
+        return [self._windows[section] for section in sections if section in self._windows]
 
     def expect(self) -> None:
         """Gradients are about to come."""
@@ -273,10 +257,9 @@ class GradReducer:
                 "checkpoint a module that runs several times with use_reentrant=False"
             )
         window.missing[position].discard(slot)
-        while window.has_complete:
-            self._launch_next(window)
+        self._launch_complete()
 
-    def _collect(self, window: _Window, position: int, slot: Slot) -> None:
+    def _collect(self, window: Window, position: int, slot: Slot) -> None:
         bucket, index = window.buckets[position], slot.entry.index
         if bucket.collect(slot) if self.keep_full else own_gradient(slot.entry.param) is not None:
             self.touched.add(index)
@@ -301,24 +284,22 @@ class GradReducer:
         for bucket in reduced:
             bucket.set_aside(scale)
 
-    def reduce(self, section: int, last: bool = True) -> None:
-        """For runtimes: start reducing what is left of `section`. At stage 2 also between microbatches, with `last`
-        False.
+    def reduce(self, sections: Collection[int], last: bool = True) -> None:
+        """For runtimes: start reducing what is left of `sections`, which were opened together or not at all. At stage 2
+        also between microbatches, with `last` False.
         """
-        window = self._windows.get(section)
-        if window is None or (self.keep_full and not (last and self.require_sync)):
-            return
-        if not window.is_open:
-            self._require_unreduced(window)
-        for bucket in window.buckets[window.next :]:
-            for slot in bucket.plan.slots:
+        windows = self._to_reduce(sections, last)
+        for window in windows:
+            if not window.is_open:
+                self._require_unreduced(window)
+            for slot in (slot for bucket in window.buckets[window.next :] for slot in bucket.plan.slots):
                 if not self.keep_full and own_gradient(slot.entry.param) is not None:
                     self._collect(*self._places[slot], slot)
         self._ending = last
-        self._launch_window(window)
+        self._launch_windows(windows)
         self._ending = True
 
-    def _require_unreduced(self, window: _Window) -> None:
+    def _require_unreduced(self, window: Window) -> None:
         if self.keep_full and any(bucket.state is not GradState.ACCUMULATING for bucket in window.buckets):
             raise ValueError("gradients were reduced already in this step; call zero_grad() before the next one")
 
@@ -326,8 +307,7 @@ class GradReducer:
         """Start what backward left: buckets with parameters that got no gradient."""
         self.in_backward = False
         if self._reduces_now and self.launch_in_backward:
-            for window in self._windows.values():
-                self._launch_window(window)
+            self._launch_windows(self._windows.values())
             self._fresh = False
 
     def launch_rest(self) -> None:
@@ -337,7 +317,7 @@ class GradReducer:
         if self.keep_full or self._fresh:
             for window in self._windows.values():
                 if any(bucket.state is GradState.ACCUMULATING or self._is_held(bucket) for bucket in window.buckets):
-                    self._launch_window(window)
+                    self._launch_windows([window])
         with self._on_stream():
             for flight in [flight for flight in self._flying if not flight.final]:
                 self._settle(flight)
@@ -359,12 +339,18 @@ class GradReducer:
 
     # One bucket.
 
-    def _launch_window(self, window: _Window) -> None:
-        while window.next < len(window.buckets):
+    def _launch_complete(self) -> None:
+        while (window := next_of(self._open)) is not None and window.has_complete:
             self._launch_next(window)
-        window.close()
 
-    def _launch_next(self, window: _Window) -> None:
+    def _launch_windows(self, windows: Collection[Window]) -> None:
+        while (window := next_of(windows)) is not None:
+            self._launch_next(window)
+        for window in windows:
+            window.close()
+        self._open = [window for window in self._open if window.is_open]
+
+    def _launch_next(self, window: Window) -> None:
         bucket = window.buckets[window.next]
         window.next += 1
         heart.bucket = bucket.index
@@ -568,6 +554,7 @@ class GradReducer:
                 bucket.show_sums(self._kept)
         for window in self._windows.values():
             window.close()
+        self._open = []
         self._fresh, self._ending = False, True
         self.touched.clear()
 

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 
+import hybrid_ranks
 import pytest
+import torch
 from hybrid_ranks import Layout, Run
+from torch import nn
 
 from shardwright.kernels.lazy_logits import LazyLogits
 from shardwright.pipeline.planning.actions import Kind
@@ -156,6 +159,44 @@ def test_gradients_of_recomputed_layers_are_not_kept_until_weights_are_due(style
                 assert sum(event.bucket == bucket for event in events) == MICROBATCHES
             begun = [event.held for event in events if event.kind in ("begins", "inputs begin")]
             assert max(begun) <= outside_of_layers, "of the embedding, or of the last norm and the head"
+
+
+class _ForSome(nn.Module):
+    """`inner`, and for samples whose numbers have a positive sum another linear: a microbatch may have none."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra = nn.Linear(width, width, bias=False, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, output = (x.detach().sum((1, 2)) > 0).nonzero().view(-1), self.inner(x)
+        return output.index_add(0, chosen, self.extra(x[chosen])) if len(chosen) else output
+
+
+def _train_unevenly(rank: int, world: int, layouts: list[Layout]) -> list[list[Event]]:
+    build = hybrid_ranks.build
+
+    def build_uneven(layout: Layout, seed: int | None = None) -> nn.Module:
+        model = build(layout, seed)
+        torch.manual_seed(0)
+        for layer in model.model.layers:
+            layer.mlp = _ForSome(layer.mlp, model.config.hidden_size)
+        return model
+
+    hybrid_ranks.build = build_uneven
+    return _train(rank, world, layouts)
+
+
+@pytest.mark.parametrize("style", ["zb", "zbv", "dualpipev"])
+def test_buckets_leave_in_one_order_where_peers_lack_gradients(style: str) -> None:
+    layouts = [
+        _layout({**STYLES[style], "gradient_checkpoint_config": PipelineGradientCheckpointConfig(share)}, stage)
+        for share, stage in ((1.0, 2), (0.5, 2), (0.5, 3))
+    ]
+    found = run_ranks(_train_unevenly, 4, layouts, timeout=120)
+    left = [[[event.bucket for event in events if event.kind == "leaves"] for events in results] for results in found]
+    assert left[:2] == left[2:], "ranks of one stage and of the two halves of a batch"
 
 
 def _read_in_a_pipeline(rank: int, world: int, styles: list[str]) -> list[tuple[int, list[str]]]:

@@ -47,28 +47,25 @@ class ToldGradients:
 
     def __init__(self) -> None:
         self.prompt: tuple[nn.Parameter, ...] = ()
-        self.calls: list[tuple[str, int, Part, bool]] = []
+        self.calls: list[tuple[str, int, tuple[Part, ...], bool]] = []
 
-    def begin(self, chunk: int, part: Part, last: bool, of: Any) -> None:
-        self.calls.append(("begin", chunk, part, last))
+    def begin(self, chunk: int, parts: Any, last: bool, of: Any) -> None:
+        self.calls.append(("begin", chunk, tuple(parts), last))
 
-    def end(self, chunk: int, part: Part, last: bool) -> None:
-        self.calls.append(("end", chunk, part, last))
+    def end(self, chunk: int, parts: Any, last: bool) -> None:
+        self.calls.append(("end", chunk, tuple(parts), last))
 
     def finish(self) -> None:
-        self.calls.append(("finish", -1, Part.OTHERS, True))
+        self.calls.append(("finish", -1, (), True))
 
     def check(self, microbatches: int, chunks: int, where: str) -> None:
-        assert self.calls.pop() == ("finish", -1, Part.OTHERS, True), where
+        assert self.calls.pop() == ("finish", -1, (), True), where
         expected = [("begin", False), ("end", False)] * (microbatches - 1) + [("begin", True), ("end", True)]
         for chunk, part in itertools.product(range(chunks), Part):
-            assert [(kind, last) for kind, *of, last in self.calls if of == [chunk, part]] == expected, where
-        # nothing else of a part comes between its begin and its end, but for the last prompt ones, whose end is an
-        # action behind those of the others
-        for part in Part:
-            mine = [(kind, chunk, last) for kind, chunk, which, last in self.calls if which is part]
-            mine = [call for call in mine if part is Part.OTHERS or not call[-1]]
-            assert mine[0::2] == [("begin", *rest) for _, *rest in mine[1::2]], f"{where}: {self.calls}"
+            mine = [(kind, last) for kind, of, parts, last in self.calls if of == chunk and part in parts]
+            assert mine == expected, where
+        # nothing else comes between the begin of parts and their end
+        assert self.calls[0::2] == [("begin", *rest) for _, *rest in self.calls[1::2]], f"{where}: {self.calls}"
 
 
 def _adds_alike() -> bool:

@@ -18,13 +18,17 @@ to, until W. A layer that is recomputed leaves so little behind that there is ha
 wait, which then would be whole for as long. So they do not wait: a section of their own leaves in I, as every gradient
 does in B. Nor does any where the user lets none wait.
 
+Data-parallel peers need not get the same gradients in a microbatch, so that what a section still has when its action
+ends leaves there and then: behind the next action it would meet others at the peers. The two sections of a chunk are
+reduced as one in B.
+
 At stage 3 nor do those of a head whose losses do without logits: they are computed from its weights, which by then
 have been freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -49,12 +53,12 @@ class ChunkReduction:
         self._optimizer = optimizer
         self.prompt = prompt
 
-    def begin(self, chunk: int, part: Part, last: bool, of: Collection[nn.Parameter] | None) -> None:
-        self._optimizer.expect_gradients(section_of(chunk, part), last, of)
+    def begin(self, chunk: int, parts: Sequence[Part], last: bool, of: Collection[nn.Parameter] | None) -> None:
+        self._optimizer.expect_gradients([section_of(chunk, part) for part in parts], last, of)
 
-    def end(self, chunk: int, part: Part, last: bool) -> None:
-        self._optimizer.reduce_grad(section_of(chunk, part), last)
-        if chunk == 0 and part is Part.OTHERS:  # where a microbatch's backward on this rank ends
+    def end(self, chunk: int, parts: Sequence[Part], last: bool) -> None:
+        self._optimizer.reduce_grad([section_of(chunk, part) for part in parts], last)
+        if chunk == 0 and Part.OTHERS in parts:  # where a microbatch's backward on this rank ends
             self._optimizer.reduce_grad(SHARED, last=False)
 
     def finish(self) -> None:
