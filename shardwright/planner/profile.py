@@ -141,7 +141,10 @@ def profile(source: Source, tensor_ranks: int = 1, along: bool = True) -> Profil
 
 
 class _Verdict:
-    """What is found out about the loss of the first step, which holds for the others: they have more rows or layers."""
+    """What is found out about the loss of the first step, which holds for the others: they have more rows or layers. It
+    is that of one microbatch of several, or of one rank's: where weights of these have to be found out, losses that are
+    computed for it need more than one that is alone.
+    """
 
     def __init__(self) -> None:
         self._found: Any = None
@@ -150,6 +153,7 @@ class _Verdict:
         check = executor._check_loss
 
         def check_once(step: Any) -> None:
+            step.loss.follow_as_part()
             if self._found is None:
                 check(step)
                 self._found = step.loss.checked

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from shardwright.cli.plan import _lazy, _load
 from shardwright.planner.estimate import Estimate, Estimator, Layout, Task
@@ -52,14 +52,19 @@ SMALL = {
         {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8},
         [{"samples": 4}],
     ),
+    "bert": (
+        BertConfig,
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8},
+        [{"samples": 4}],
+    ),
     "gpt2": (GPT2Config, {"n_embd": 256, "n_layer": 4, "n_head": 8}, [{"whole": 1.0}, {"pp": 2, "dp": 1, "zero": 0}]),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_of_small_models_with_large_tables(name: str) -> None:
-    """One tensor-parallel rank computes the loss as no other does; a backward ends with the gradients of the table; and
-    both ends of a pipeline hold that of GPT-2.
+    """One tensor-parallel rank computes the loss as no other does, and BERT's needs more where it is weighted; a
+    backward ends with the gradients of the table; and both ends of a pipeline hold that of GPT-2.
     """
     kind, sizes, changes = SMALL[name]
     config: Any = kind(**sizes, vocab_size=8000)
