@@ -54,7 +54,7 @@ SMALL = {
     ),
     "bert": (
         BertConfig,
-        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8},
+        {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "architectures": ["BertForMaskedLM"]},
         [{"samples": 4}],
     ),
     "gpt2": (GPT2Config, {"n_embd": 256, "n_layer": 4, "n_head": 8}, [{"whole": 1.0}, {"pp": 2, "dp": 1, "zero": 0}]),
@@ -69,7 +69,7 @@ def test_of_small_models_with_large_tables(name: str) -> None:
     kind, sizes, changes = SMALL[name]
     config: Any = kind(**sizes, vocab_size=8000)
     build = remade(lambda: _lazy(config))
-    question = Question(build, lambda model: torch.optim.AdamW(model.parameters()), machine("h100"), 8, 4, 64)
+    question = Question(build, lambda model: torch.optim.AdamW(model.parameters()), machine("h100"), 8, 4, 256)
     layouts = [Layout(**{**GIVEN, "samples": 1, "count": 2, **each}) for each in changes]
     for one in compare(question, layouts):
         assert abs(one.off) <= 0.02, one
