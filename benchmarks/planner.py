@@ -87,7 +87,7 @@ def published() -> Iterator[tuple[Published, Estimate]]:
             searches[key] = Search(question(row.model, row.device, row.ranks, row.length))
         search = searches[key]
         task = replace(search.task, machine=row.device, world_size=row.ranks)
-        found = rates(*search.profiles, row.device, row.layout.tp, row.layout.samples / row.layout.sp)
+        found = rates(*search.profiles_of(row.layout.tp), row.device, row.layout.tp, row.layout.samples / row.layout.sp)
         yield row, Estimator(task, found, row.layout).estimate(simulated=True)
 
 

@@ -61,6 +61,7 @@ class Task:
     step        what a step of the optimizer moves and computes
     ends        what the cut takes to lie around the layers; None: by their times
     table       elements of what is looked up before the layers, whose gradient is as large
+    tied        whether the head has the same weights, of which the last stage of a pipeline has a copy
     clips       whether the norm of gradients is taken
     """
 
@@ -73,6 +74,7 @@ class Task:
     step: StepCost = NO_STEP
     ends: Ends | None = None
     table: float = 0.0
+    tied: bool = False
     clips: bool = False
 
 
@@ -423,7 +425,18 @@ class Estimator:
         layer, rest, layout = self._rates.layer, self._rates.rest, self._layout
         if layout.pp == 1:
             return self._rates.layers * layer.parameters + rest.parameters
-        return self._counts[0] * layout.chunks * layer.parameters + rest.parameters / 2
+        return self._counts[0] * layout.chunks * layer.parameters + max(self._at_ends)
+
+    @property
+    def _at_ends(self) -> tuple[float, float]:
+        """Elements beside the layers of the first stage of a pipeline and of the last one."""
+        rest, table = self._rates.rest.parameters, self._table
+        return (table, rest if self._task.tied else rest - table) if table else (rest / 2, rest / 2)
+
+    @property
+    def _table(self) -> float:
+        """Of what is looked up, of a rank."""
+        return min(self._task.table / self._layout.tp, self._rates.rest.parameters)
 
     def _static(self, parameters: float) -> float:
         layout, task = self._layout, self._task
@@ -479,7 +492,9 @@ class Estimator:
         of the weights, and as it is added up.
         """
         added = 4 if self._task.half and not self._sums_later else 0
-        return (self._itemsize + added) * self._task.table / self._layout.tp
+        if self._layout.pp == 1 and self._rates.rest.end_top:
+            return self._rates.rest.end_top
+        return (self._itemsize + added) * self._table
 
     def _memory(self, simulated: bool) -> float:
         layout = self._layout
@@ -512,8 +527,10 @@ class Estimator:
             bound = max(float(curve.kept.max()), min(layout.count, layout.pp) * layout.chunks * self._kept(self._most))
             own = sum(self._counts[stage] for stage in schedule.placement.stages_of(rank))
             parameters = own * self._rates.layer.parameters
-            if rank in (first, last):
-                parameters += self._rates.rest.parameters / (1 if first == last else 2)
+            if first == last == rank:
+                parameters += self._rates.rest.parameters
+            elif rank in (first, last):
+                parameters += self._at_ends[rank == last]
             stages = self._run.run.actions.stages[self._run.run.of(rank)]
             behind = np.minimum(curve.kept + curve.deferred, bound)
             held = np.maximum(behind, np.concatenate([[0.0], behind[:-1]]))  # a backward begins with what it frees

@@ -56,6 +56,7 @@ class Part:
     parameters  elements
     forward, backward   calls of operators
     tensors     that these elements are in
+    end_top     bytes that the end of a backward needs, behind the layers, when nothing that was kept is left
     """
 
     kept: float
@@ -65,6 +66,7 @@ class Part:
     forward: Calls
     backward: Calls
     tensors: float = 0.0
+    end_top: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -134,12 +136,15 @@ def profile(source: Source, tensor_ranks: int = 1, along: bool = True) -> Profil
     for size in source.sizes:
         one = first[size]
         layer = _mean([(_difference(one, found[size], added), number) for found, added, number in groups])
-        parts[size] = Parts(layer, _rest(one, layer, len(base.kept)))
+        parts[size] = Parts(layer, _rest(one, [found[size] for found, _, _ in groups], layer, len(base.kept)))
     return Profile(parts, len(units), tensor_ranks, along)
 
 
 class _Verdict:
-    """What is found out about the loss of the first step, which holds for the others: they have more rows or layers."""
+    """What is found out about the loss of the first step, which holds for the others: they have more rows or layers. It
+    is that of one microbatch of several, or of one rank's: where weights of these have to be found out, losses that are
+    computed for it need more than one that is alone.
+    """
 
     def __init__(self) -> None:
         self._found: Any = None
@@ -148,6 +153,7 @@ class _Verdict:
         check = executor._check_loss
 
         def check_once(step: Any) -> None:
+            step.loss.follow_as_part()
             if self._found is None:
                 check(step)
                 self._found = step.loss.checked
@@ -236,16 +242,18 @@ def _of_layer(grown: Sequence[int], more: Sequence[int], layers: int, from_end: 
     """
     length = max((len(more) - len(grown)) // layers, 1)
     first, second = (grown[::-1], more[::-1]) if from_end else (grown, more)
-    alike = next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
+    alike = _alike(first, second)
     stop = max(min(alike, len(more)), min(length, len(more)))
     if from_end:
         return slice(len(more) - stop, min(len(more) - stop + length, len(more)))
     return slice(max(stop - length, 0), stop)
 
 
-def _rest(one: _Measured, layer: Part, layers: int) -> Part:
+def _rest(one: _Measured, others: Sequence[_Measured], layer: Part, layers: int) -> Part:
     kept = float(_total(one.forward.end - one.forward.start))
-    tops = [float(_total(segment.points - segment.start).max(initial=0)) for segment in (one.forward, one.backward)]
+    forward, backward = (_total(segment.points - segment.start) for segment in (one.forward, one.backward))
+    head, end = _around_layers(one.backward.grown, [other.backward.grown for other in others])
+    tops = [float(points.max(initial=0)) for points in (forward, backward[:head])]
     return Part(
         max(kept - layers * layer.kept, 0.0),
         max(tops[0] - kept, 0.0),
@@ -254,7 +262,27 @@ def _rest(one: _Measured, layer: Part, layers: int) -> Part:
         _less(one.calls["0F0"], layer.forward, layers),
         _less(one.calls["0B0"], layer.backward, layers),
         one.tensors - layers * layer.tensors,
+        float((backward[end:] + kept).max(initial=0)),
     )
+
+
+def _around_layers(grown: Sequence[int], others: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Points of a backward before those that come again where there are more layers, and where those behind them begin:
+    all, where layers do not do the same one after the other.
+    """
+    count = len(grown)
+    head, end = count, 0
+    for more in others:
+        ahead = _alike(grown, more)
+        behind = _alike(grown[::-1], more[::-1])
+        if ahead + behind < count:
+            return count, count
+        head, end = min(head, count - behind), max(end, ahead)
+    return head, end
+
+
+def _alike(first: Sequence[int], second: Sequence[int]) -> int:
+    return next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
 
 
 def _minus(more: Counter[Operator], less: Counter[Operator], layers: int) -> Calls:

@@ -29,6 +29,7 @@ class PartCost:
     flops              of a forward
     made               bytes that products and attention give in a forward
     tensors            that the parameters are in
+    end_top            bytes that the end of a backward needs; 0: not seen
     """
 
     kept: float
@@ -47,6 +48,7 @@ class PartCost:
     flops: float
     made: float
     tensors: float
+    end_top: float
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def _replayed(
         between(lambda part: part.flops),
         between(lambda part: sum(call.made * number for call, number in part.forward.items())),
         one.tensors,
+        between(lambda part: part.end_top),
     )
 
 

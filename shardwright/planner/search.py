@@ -27,7 +27,7 @@ from .machines import Machine
 from .profile import Profile, Source, profile
 from .rates import Rates, rates
 from .shorter import NotShorterError
-from .stages import Ends, table_size
+from .stages import Ends, is_tied, table_size
 from .states import optimizer_costs
 
 MOST_TENSOR_RANKS = 8
@@ -114,11 +114,13 @@ class Search:
             ) from error
         finally:
             gc.unfreeze()
-        few, many = profiles[0], profiles[-1] if len(profiles) > 1 else None
+        *alone, few = profiles[:-1] or profiles
+        many = profiles[-1] if len(profiles) > 1 else None
+        self._alone = alone[0] if alone else None
         self._tensor = tensor if many is not None or tensor == [1] else [few.tensor_ranks]
-        self.profiles = few, many
+        self._shared = few, many
         self._by_samples: dict[tuple[int, float], Rates] = {}  # and tensor-parallel ranks
-        one = rates(few, many, question.machine, self._tensor[0])
+        one = rates(*self.profiles_of(self._tensor[0]), question.machine, self._tensor[0])
         self.along = few.along if few.tensor_ranks > 1 else many is not None and many.along
         self.model_flops = 3 * self._tensor[0] * (one.layers * one.layer.flops + one.rest.flops)  # of a sample
         half = question.precision != "fp32"
@@ -134,6 +136,7 @@ class Search:
             step,
             Ends.of(model, units),
             table_size(model),
+            is_tied(model),
         )
         memory = question.machine.memory
         self.limit = memory * (1 - _SPARE_SHARE) - min(_SPARE, memory / 10)
@@ -203,11 +206,15 @@ class Search:
     def estimate(self, layout: Layout, simulated: bool) -> Estimate:
         return Estimator(self.task, self._rates_of(layout), layout).estimate(simulated)
 
+    def profiles_of(self, ranks: int) -> tuple[Profile, Profile | None]:
+        """What tells of so many tensor-parallel ranks: see `rates`."""
+        return (self._alone, None) if ranks == 1 and self._alone is not None else self._shared
+
     def _rates_of(self, layout: Layout) -> Rates:
         """Of microbatches of its size, where a machine tells more than peaks."""
         key = layout.tp, layout.samples / layout.sp
         if key not in self._by_samples:
-            self._by_samples[key] = rates(*self.profiles, self._question.machine, *key)
+            self._by_samples[key] = rates(*self.profiles_of(layout.tp), self._question.machine, *key)
         return self._by_samples[key]
 
     def _layouts(self) -> Iterator[Layout]:
@@ -332,16 +339,23 @@ def _is_text(value: Any, length: int) -> bool:
 
 def _profiles(source: Source, tensor: Sequence[int]) -> tuple[list[Profile], list[int]]:
     """Of few tensor-parallel ranks and of many, and the numbers of ranks that remain: a model may share its layers
-    among fewer than its heads allow, or among none. One rank has loss kernels of its own, so two stand for few.
+    among fewer than its heads allow, or among none. One rank has loss kernels of its own, so it stands for itself, as
+    the first of three, where there are more than two numbers.
     """
     left = list(tensor)
     while left[-1] > 1:
+        few, many = [2] if left[-1] > 2 else [1], left[-1]
+        few = [1, *few] if len(left) > 2 and left[0] == 1 else few
         try:
-            few, many = 2 if left[-1] > 2 else 1, left[-1]
-            return list(both(partial(profile, source, few), partial(profile, source, many))), left
+            found, last = both(partial(_each, source, few), partial(profile, source, many))
+            return [*found, last], left
         except ValueError:
             left.pop()
     return [profile(source, 1)], left
+
+
+def _each(source: Source, tensor: Sequence[int]) -> list[Profile]:
+    return [profile(source, ranks) for ranks in tensor]
 
 
 def _powers(most: int) -> list[int]:

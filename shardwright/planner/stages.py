@@ -51,6 +51,14 @@ def table_size(model: nn.Module) -> float:
     )
 
 
+def is_tied(model: nn.Module) -> bool:
+    """Whether what is looked up is used elsewhere, too: as the head."""
+    tables = lookup_tables(model)
+    named = list(model.named_parameters(remove_duplicate=False))
+    looked_up = {id(param) for name, param in named if name in tables}
+    return any(id(param) in looked_up and name not in tables for name, param in named)
+
+
 @lru_cache(maxsize=1024)
 def dealt(layers: int, ends: Ends, placement: Placement, whole: float, selective: float) -> tuple[int, ...]:
     """Layers by stage."""

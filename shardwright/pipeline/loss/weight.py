@@ -189,6 +189,11 @@ class GlobalLoss:
         """Whether weights follow from what head and criterion do."""
         return not self._whole and self._weights is None
 
+    def follow_as_part(self) -> None:
+        """Compute the loss of a batch that is alone as that of one among several, of which weights are needed."""
+        self._whole = False
+        self._weights = given_weights(self.criterion, self.microbatches, alone=False)
+
     def refuse_uncounted(self) -> None:
         """Nobody has looked ahead, so ready-made microbatches must be alike for the first one to tell how to count
         in all.
