@@ -20,7 +20,7 @@ _DIRECT = {
     for func in (
         *(_aten.view.default, _aten.slice.Tensor, _aten.select.int, _aten.t.default, _aten.transpose.int),
         *(_aten.permute.default, _aten.expand.default, _aten.unsqueeze.default, _aten.detach.default),
-        *(_aten.copy_.default, _aten.fill_.Scalar),
+        *(_aten.copy_.default, _aten.fill_.Scalar, _aten.div_.Scalar, _aten.bernoulli_.float),
     )
 }
 _DIRECT[_aten._unsafe_view.default] = _aten.view.default  # which has a kernel of its own, in Python
@@ -40,7 +40,7 @@ def find_fake(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: di
     kernel, ruled = _DIRECT.get(func), has_rule(func)
     if kernel is None and not ruled and func not in _REMEMBERED:
         return None
-    if (kernel is not None and kwargs) or kwargs.get("device") is not None:
+    if kernel is not None and kwargs:
         return None
     device = None
     for value in args:
@@ -51,6 +51,8 @@ def find_fake(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: di
             if device is not None and value.fake_device != device:
                 return None
             device = value.fake_device
+    if kwargs.get("device") not in (None, device):
+        return None
     key = None
     with in_kernel_invocation_manager(mode):  # inside, fakes are what they are made of: tensors on the meta device
         if kernel is not None:

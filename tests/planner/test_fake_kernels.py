@@ -46,6 +46,7 @@ CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.clone.default, (MATRIX.t(),), {"memory_format": torch.contiguous_format}),
     (aten.clone.default, (MATRIX.t(),), {}),
     (aten._to_copy.default, (WIDE,), {"dtype": torch.bfloat16}),
+    (aten._to_copy.default, (WIDE,), {"dtype": torch.bfloat16, "layout": torch.strided, "device": torch.device("cpu")}),
     (aten.new_empty.default, (HALF, [3, 2]), {"pin_memory": False}),
     (aten.new_empty.default, (HALF, [3, 2]), {"dtype": torch.float32}),
     (aten.slice_backward.default, (MATRIX, [4, 12], 1, 0, 6, 1), {}),
@@ -107,7 +108,9 @@ def test_changes_in_place(mode: FakeTensorMode) -> None:
     target, source = faked(mode, (MATRIX.clone(), HALF[:1].clone()))
     assert find_fake(mode, aten.copy_.default, (target, source), {}) is target
     assert find_fake(mode, aten.fill_.Scalar, (target, 2.0), {}) is target
-    assert target._version == 2
+    assert find_fake(mode, aten.div_.Scalar, (target, 2.0), {}) is target
+    assert find_fake(mode, aten.bernoulli_.float, (target, 0.5), {}) is target
+    assert target._version == 4
     with pytest.raises(RuntimeError):
         find_fake(mode, aten.copy_.default, (source, target), {})
 
