@@ -132,6 +132,13 @@ def test_encoder_decoders_write_as_much_as_they_read_or_as_is_said(
     assert peaks[0] == peaks[1] > 1.2 * peaks[2]
 
 
+def test_the_preset_of_an_encoder_decoder_can_be_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its config says which token stands in front of labels."""
+    status, text = plan(capsys, "--model t5-base --world-size 1 --batch-size 2 --seq-len 16 --peak")
+    assert status == 0
+    assert "its batch: input_ids [2, 16], labels [2, 16]" in text
+
+
 def test_what_an_encoder_decoder_starts_with_must_be_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
