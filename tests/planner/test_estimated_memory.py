@@ -50,21 +50,26 @@ SMALL = {
     "llama": (
         LlamaConfig,
         {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8},
-        [{"samples": 4}],
+        [{"samples": 4}, {"zero": 3}],
     ),
     "bert": (
         BertConfig,
         {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "architectures": ["BertForMaskedLM"]},
         [{"samples": 4}],
     ),
-    "gpt2": (GPT2Config, {"n_embd": 256, "n_layer": 4, "n_head": 8}, [{"whole": 1.0}, {"pp": 2, "dp": 1, "zero": 0}]),
+    "gpt2": (
+        GPT2Config,
+        {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 256},
+        [{"whole": 1.0}, {"pp": 2, "dp": 1, "zero": 0}, {"zero": 3}],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_of_small_models_with_large_tables(name: str) -> None:
     """One tensor-parallel rank computes the loss as no other does, and BERT's needs more where it is weighted; a
-    backward ends with the gradients of the table; and both ends of a pipeline hold that of GPT-2.
+    backward ends with the gradients of the table; both ends of a pipeline hold that of GPT-2; and at ZeRO-3 what is
+    gathered, and the room for gradients on their way, have the size of the largest unit.
     """
     kind, sizes, changes = SMALL[name]
     config: Any = kind(**sizes, vocab_size=8000)
