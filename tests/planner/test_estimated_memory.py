@@ -59,7 +59,7 @@ SMALL = {
     ),
     "gpt2": (
         GPT2Config,
-        {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 256},
+        {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 64, "vocab_size": 30000},
         [{"whole": 1.0}, {"pp": 2, "dp": 1, "zero": 0}, {"zero": 3}],
     ),
 }
@@ -72,9 +72,11 @@ def test_of_small_models_with_large_tables(name: str) -> None:
     gathered, and the room for gradients on their way, have the size of the largest unit.
     """
     kind, sizes, changes = SMALL[name]
-    config: Any = kind(**sizes, vocab_size=8000)
+    config: Any = kind(**{"vocab_size": 8000, **sizes})
     build = remade(lambda: _lazy(config))
-    question = Question(build, lambda model: torch.optim.AdamW(model.parameters()), machine("h100"), 8, 4, 256)
+    question = Question(
+        build, lambda model: torch.optim.AdamW(model.parameters()), machine("h100"), 8, 4, sizes.get("n_positions", 256)
+    )
     layouts = [Layout(**{**GIVEN, "samples": 1, "count": 2, **each}) for each in changes]
     for one in compare(question, layouts):
         assert abs(one.off) <= 0.02, one
