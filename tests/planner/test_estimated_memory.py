@@ -46,7 +46,7 @@ def test_recomputing_ranks_are_fullest_where_the_gradient_of_the_table_is() -> N
 GIVEN: dict[str, Any] = {"tp": 1, "pp": 1, "sp": 1, "dp": 2, "zero": 1, "style": "1f1b", "chunks": 1}
 
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "llama": (
         LlamaConfig,
         {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8},
