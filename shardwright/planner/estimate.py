@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from .rates import PartCost, Rates
 from .stages import Ends, dealt
 from .states import NO_STEP, StepCost
 
-_BUCKET = 2 * CUDA_BUCKET_BYTES  # of gradients on their way that are not reduced where they are
+_BUCKET = 2 * CUDA_BUCKET_BYTES  # of gradients on their way that are not reduced where they are, and most in a piece
 _MESSAGES = 4  # under way at a time
 _ROUNDS = 4  # of so many microbatches per rank is simulated; all others take what those between take
 _BEHIND = 0.5  # share of a backward's collectives that weight gradients hide
@@ -446,10 +447,42 @@ class Estimator:
         gradients = 4 * parameters / (sharing if layout.zero >= 2 else 1)
         masters = 4 * parameters / sharing if task.half or layout.zero == 3 else 0.0
         states = 4 * task.states * parameters / sharing
-        if layout.zero == 3:  # gathered: two layers, or with a pipeline up to three chunks with all that they hold
-            gathered = 3 * self._rates.layer.parameters if layout.pp == 1 else min(3 / layout.chunks, 1.0) * parameters
-            weights += itemsize * gathered
+        if layout.zero == 3 and layout.pp > 1:  # gathered: up to three chunks with all that they hold
+            weights += itemsize * min(3 / layout.chunks, 1.0) * parameters
         return weights + gradients + masters + states
+
+    def _reducing(self, beside: float) -> float:
+        """For gradients on their way, of a rank with a unit of so many elements beside its layers (`zero.reducer`): at
+        stage 3 two of the size of the largest unit, or of the largest piece in which that goes.
+        """
+        layout = self._layout
+        if layout.dp * layout.sp == 1 or layout.zero < 2:
+            return 0.0
+        if layout.zero == 2:
+            return _BUCKET
+        size = 4 * max(beside, self._rates.layer.parameters)
+        return 2 * size / max(ceil(size / _BUCKET), 1)
+
+    def _unpiped(self, held: float) -> float:
+        """Beyond what is there between steps, without a pipeline, where microbatches leave so much for their backward.
+
+        At stage 3 weights of units that are gathered one by one come to it (`zero.unit_gatherer`): ahead as many as
+        take the memory of the largest unit, at least one. The head of a tied model is the unit of the table, behind
+        which the first layers come in a forward; its last layer, with which a backward begins, stays.
+        """
+        rest, layer = self._rates.rest, self._rates.layer.parameters
+        layers, head = self._transient
+        if self._layout.zero < 3:
+            return max(held + head, self._at_table)
+        table, behind = self._at_ends
+        ahead = min(max(int(max(table, behind, layer) / max(layer, 1.0)), 1), self._rates.layers - 1)
+        at_head = (table + (ahead + 1) * layer, table + layer) if self._task.tied else (behind, behind)
+        return max(
+            held + layers + self._itemsize * (ahead + 1) * layer,
+            held + rest.forward_top + self._itemsize * at_head[0],
+            held + rest.backward_top + self._itemsize * at_head[1],
+            self._at_table + self._itemsize * table,
+        )
 
     def _kept(self, layers: int) -> float:
         """Of the layers of a stage, of a microbatch; shares of them are rounded down, as the plugin has it."""
@@ -498,14 +531,11 @@ class Estimator:
 
     def _memory(self, simulated: bool) -> float:
         layout = self._layout
-        besides: float = _BUCKET if layout.dp * layout.sp > 1 and layout.zero >= 2 else 0.0
-        layers, head = self._transient
         if layout.pp == 1:
-            if layout.zero == 3:  # weights of the head beside those of layers ahead of it
-                head += self._itemsize * max(self._rates.rest.parameters / 2 - self._rates.layer.parameters, 0.0)
             held = self._kept(self._rates.layers) + self._rates.rest.kept
-            return self._static(self._parameters()) + max(held + head, self._at_table) + besides
-        besides += _MESSAGES * self._message_size
+            return self._static(self._parameters()) + self._unpiped(held) + self._reducing(max(self._at_ends))
+        layers, head = self._transient
+        besides = _MESSAGES * self._message_size
         if not simulated:
             ends = self._static(self._parameters())
             under_way = min(layout.count, layout.pp)
@@ -513,6 +543,7 @@ class Estimator:
             if layout.style == "interleaved":
                 held *= 1 + (layout.pp - 1) / self._stages
             others = held - self._kept(self._counts[0])
+            besides += self._reducing(max(self._at_ends))
             return ends + max(held + layers, others + self._at_table) + besides
         schedule, _ = self._schedule
         kept = [self._kept(count) for count in self._counts]
@@ -527,17 +558,20 @@ class Estimator:
             bound = max(float(curve.kept.max()), min(layout.count, layout.pp) * layout.chunks * self._kept(self._most))
             own = sum(self._counts[stage] for stage in schedule.placement.stages_of(rank))
             parameters = own * self._rates.layer.parameters
+            beside = 0.0
             if first == last == rank:
                 parameters += self._rates.rest.parameters
+                beside = max(self._at_ends)
             elif rank in (first, last):
-                parameters += self._at_ends[rank == last]
+                beside = self._at_ends[rank == last]
+                parameters += beside
             stages = self._run.run.actions.stages[self._run.run.of(rank)]
             behind = np.minimum(curve.kept + curve.deferred, bound)
             held = np.maximum(behind, np.concatenate([[0.0], behind[:-1]]))  # a backward begins with what it frees
             highest = float((held + np.where(stages == self._stages - 1, head, layers)).max())
             if rank == first:
                 highest = max(highest, float(held.max()) - kept[0] + self._at_table)
-            found.append(self._static(parameters) + highest + besides)
+            found.append(self._static(parameters) + highest + self._reducing(beside) + besides)
         return max(found)
 
 

@@ -29,6 +29,7 @@ from ..pipeline.planning.sliced_schedule import get_sliced
 from ..plugins import HybridParallelPlugin
 from ..plugins.hybrid.chunks import chunks_gathered
 from .batches import first_rows
+from .buckets import Buckets, come_again
 from .curves import Curve, Stretch, by_holder
 from .fakes import Fakes
 from .holders import KEPT, Holders
@@ -40,12 +41,16 @@ from .segments import BEFORE, OPTIMIZER, Amounts, Segment, Segments
 from .shorter import SEEN, NotShorterError, Shorter, changes, kinds_of, microbatches_left, shorten, shorter
 
 _MOST_SEEN = 32  # layers that are replayed where two are not enough
+_LEFT = 1e-3  # share of a peak that a step may seem to leave behind
+DRIFTS = "microbatches in the middle"
 
 
 class Found(NamedTuple):
     """peaks    by pipeline rank
     replayed  why the layout was replayed as it is; empty where a shorter one stood for it
-    rough     actions whose layers do not do the same one after the other, so that their peak is drawn on a line
+    rough     actions whose layers do not do the same one after the other, so that their peak is drawn on a line; and
+              `DRIFTS`, where what stands for microbatches in the middle of a schedule adds up to something that a step
+              leaves behind, which none does
     curves    of the ranks for which they were asked
     experts   whether the model has some
     """
@@ -61,10 +66,15 @@ class Found(NamedTuple):
         said = []
         if self.replayed:
             said.append(f"every layer and microbatch was replayed: {self.replayed}")
-        elif self.rough:
+        elif actions := [each for each in self.rough if each != DRIFTS]:
             said.append(
-                f"not exact: layers do not do the same one after the other in {', '.join(self.rough)}, whose peak is "
+                f"not exact: layers do not do the same one after the other in {', '.join(actions)}, whose peak is "
                 "taken to rise evenly with their number"
+            )
+        if DRIFTS in self.rough:
+            said.append(
+                "not exact: microbatches in the middle of the schedule differ from those of a shorter one, and seem to "
+                "leave something behind"
             )
         if self.experts:
             said.append(
@@ -142,6 +152,8 @@ class _Peaks:
             while seen < _MOST_SEEN and not all(replayed[0].is_steady(other) for other in replayed[1:]):
                 seen *= 2
                 replayed, further = self._of_rank(rank, seen, by_class)
+            if not _buckets_come_again(replayed, further):
+                replayed, further = self._of_rank(rank, len(self._real.kinds), by_class)
             self._replayed[rank] = replayed, further
             found.append(_peak(self._real, rank, replayed, further, rough))
         return found
@@ -227,13 +239,14 @@ class _Peaks:
                 step(batch)
         placement = model.executor.cut.placement
         names = [segment.name for segment in segments.done if isinstance(segment.name, Action)]
-        return _Rank(segments, list(places(names, placement)), _bytes(batch))
+        own, buckets = list(places(names, placement)), Buckets.of(optimizer)
+        return _Rank(segments, own, _bytes(batch), placement.num_ranks, buckets)
 
 
 class _Rank:
     """What the actions of a rank of a shorter layout do."""
 
-    def __init__(self, segments: Segments, own: Sequence[Place], batch: int) -> None:
+    def __init__(self, segments: Segments, own: Sequence[Place], batch: int, ranks: int, buckets: Buckets) -> None:
         self.labels = segments.labels
         self.before, *others = segments.done
         assert self.before.name == BEFORE, self.before.name
@@ -242,6 +255,8 @@ class _Rank:
         self.by_place = dict(zip(own, actions, strict=True))
         self.count = Counter(place.sort for place in own)
         self.batch = batch
+        self.ranks = ranks
+        self.buckets = buckets
 
     def is_steady(self, other: _Rank) -> bool:
         """See `repeats.is_steady`; `other` has a layer more."""
@@ -264,6 +279,13 @@ class _Rank:
         self.labels = list(labels)
 
 
+def _buckets_come_again(replayed: Sequence[_Rank], further: Sequence[Sequence[int]]) -> bool:
+    """See `_peak`."""
+    base, *others = replayed
+    numbers = [sum(own[group] for own in further if group < len(own)) for group in range(len(others))]
+    return come_again(base.buckets, [(other.buckets, n) for other, n in zip(others, numbers, strict=True)])
+
+
 def _peak(
     real: _Real,
     rank: int,
@@ -280,7 +302,8 @@ def _peak(
         one.relabelled(labels)
     base, *others = replayed
     actions = real.actions(rank)
-    there = list(places(actions, real.plan.placement))
+    placement = real.plan.placement
+    there = list(places(actions, placement))
     counts = Counter(place.sort for place in there)
     # of all chunks together: what is kept is the sum over them
     mean = [
@@ -314,15 +337,19 @@ def _peak(
         if stretches is not None:
             stretches.append(Stretch(name, round(here), by_holder(labels, highest), by_holder(labels, level)))
 
+    # interleaved microbatches go in groups of as many as there are ranks
+    rounds = (placement.num_ranks, base.ranks) if real.plan.pp_style == "interleaved" else (1, 1)
     follow(BEFORE, lambda: extend(base.before, more([other.before for other in others], mean)), "forward")
     for action, place in zip(actions, there, strict=True):
-        found = like(place, counts, base.count)
+        found = like(place, counts, base.count, rounds)
         if found is None:
             raise NotShorterError(f"a shorter layout has no {place.sort.kind} there")
         follow(found, partial(_of_action, base, others, found, further, more), str(action))
     for index, segment in enumerate(base.behind):
         own = [other.behind[index] for other in others]
         follow(str(segment.name), partial(extend, segment, more(own, mean)), str(segment.name))
+    if abs(float(level.sum()) - kept) > _LEFT * most:
+        rough[DRIFTS] = None
     return Peak(rank, round(kept), round(most), during, by_holder(labels, top))
 
 

@@ -42,17 +42,28 @@ def places(actions: Sequence[Action], placement: Placement) -> Iterator[Place]:
         seen[sort] += 1
 
 
-def like(place: Place, there: Counter[Sort], here: Counter[Sort]) -> Place | None:
+def like(place: Place, there: Counter[Sort], here: Counter[Sort], rounds: tuple[int, int] = (1, 1)) -> Place | None:
     """The one of the short schedule that does the same: as far from the first or the last of its sort, or the one in
     the middle, where weight gradients wait as long as they do all the time; None where it has none.
 
     there, here   how many there are of every sort, in the long and in the short schedule
+    rounds        in how many of them what they do comes again, in both: one in the middle stands where it does in its
+                  round
     """
     sort, number = place
     count, most = there[sort], here[sort]
     if not most:
         return None
-    behind = count - 1 - number
+    behind, half = count - 1 - number, most // 2
+    if count > most and number >= half and behind >= most - half:
+        first = half // rounds[1] * rounds[1]
+        return Place(sort, min(first + _as_far(number % rounds[0], *rounds), most - 1))
     if number <= behind:
-        return Place(sort, min(number, most // 2))
-    return Place(sort, max(most - 1 - behind, most // 2))
+        return Place(sort, min(number, half))
+    return Place(sort, max(most - 1 - behind, half))
+
+
+def _as_far(number: int, count: int, most: int) -> int:
+    """As far from the first or the last of `most` as the number from that of `count`, else in the middle."""
+    behind = count - 1 - number
+    return min(number, most // 2) if number <= behind else max(most - 1 - behind, most // 2)

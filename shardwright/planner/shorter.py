@@ -85,7 +85,7 @@ def shorter(plan: CutPlan, kinds: Sequence[Hashable], rank: int, more: int | Non
 
 
 def ranks_left(pp_style: str) -> int:
-    return 4 if splits_backward(pp_style) else 3
+    return 4 if splits_backward(pp_style) or pp_style == "interleaved" else 3
 
 
 def microbatches_left(pp_style: str, ranks: int, gathers: bool = False) -> int:

@@ -393,16 +393,16 @@ class ScratchPool:
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self._device = device
-        self._capacity = capacity
+        self.capacity = capacity
         self._free: list[tuple[torch.Tensor, Any]] = []
         self.allocated = 0
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         needed = numel * dtype.itemsize
-        assert needed <= self._capacity, f"{needed} bytes asked of buffers of {self._capacity}"
+        assert needed <= self.capacity, f"{needed} bytes asked of buffers of {self.capacity}"
         if not self._free:
             self.allocated += 1
-            self._free.append((torch.empty(self._capacity, dtype=torch.uint8, device=self._device), None))
+            self._free.append((torch.empty(self.capacity, dtype=torch.uint8, device=self._device), None))
         buffer, given_back = self._free.pop()
         if given_back is not None:
             given_back.wait()
@@ -419,4 +419,4 @@ class ScratchPool:
 
     @property
     def bytes(self) -> int:
-        return self.allocated * self._capacity
+        return self.allocated * self.capacity

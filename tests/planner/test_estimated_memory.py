@@ -46,30 +46,37 @@ def test_recomputing_ranks_are_fullest_where_the_gradient_of_the_table_is() -> N
 GIVEN: dict[str, Any] = {"tp": 1, "pp": 1, "sp": 1, "dp": 2, "zero": 1, "style": "1f1b", "chunks": 1}
 
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "llama": (
         LlamaConfig,
         {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8},
-        [{"samples": 4}],
+        [{"samples": 4}, {"zero": 3}],
     ),
     "bert": (
         BertConfig,
         {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "architectures": ["BertForMaskedLM"]},
         [{"samples": 4}],
     ),
-    "gpt2": (GPT2Config, {"n_embd": 256, "n_layer": 4, "n_head": 8}, [{"whole": 1.0}, {"pp": 2, "dp": 1, "zero": 0}]),
+    "gpt2": (
+        GPT2Config,
+        {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 64, "vocab_size": 30000},
+        [{"whole": 1.0}, {"pp": 2, "dp": 1, "zero": 0}, {"zero": 3}],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_of_small_models_with_large_tables(name: str) -> None:
     """One tensor-parallel rank computes the loss as no other does, and BERT's needs more where it is weighted; a
-    backward ends with the gradients of the table; and both ends of a pipeline hold that of GPT-2.
+    backward ends with the gradients of the table; both ends of a pipeline hold that of GPT-2; and at ZeRO-3 what is
+    gathered, and the room for gradients on their way, have the size of the largest unit.
     """
     kind, sizes, changes = SMALL[name]
-    config: Any = kind(**sizes, vocab_size=8000)
+    config: Any = kind(**{"vocab_size": 8000, **sizes})
     build = remade(lambda: _lazy(config))
-    question = Question(build, lambda model: torch.optim.AdamW(model.parameters()), machine("h100"), 8, 4, 256)
+    question = Question(
+        build, lambda model: torch.optim.AdamW(model.parameters()), machine("h100"), 8, 4, sizes.get("n_positions", 256)
+    )
     layouts = [Layout(**{**GIVEN, "samples": 1, "count": 2, **each}) for each in changes]
     for one in compare(question, layouts):
         assert abs(one.off) <= 0.02, one

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from shardwright.pipeline.planning.actions import Kind
+from shardwright.planner.buckets import Buckets, come_again
+from shardwright.planner.peaks import DRIFTS, Found
 from shardwright.planner.places import Place, Sort, like
 from shardwright.planner.repeats import More, extend, is_steady
 from shardwright.planner.segments import Segment
@@ -31,6 +33,53 @@ def test_actions_are_as_far_from_the_ends_of_a_step_as_those_that_stand_for_them
     same = [like(Place(sort, number), Counter({sort: 6}), Counter({sort: 6})) for number in range(6)]
     assert [place.number for place in same if place is not None] == [0, 1, 2, 3, 4, 5]
     assert like(Place(sort, 0), Counter({sort: 10}), Counter()) is None
+
+
+def test_actions_in_the_middle_stand_where_they_do_in_their_round() -> None:
+    sort = Sort(Kind.B, 1)
+    found = [like(Place(sort, number), Counter({sort: 20}), Counter({sort: 16}), (4, 4)) for number in range(20)]
+    assert [place.number % 4 for place in found if place is not None] == [0, 1, 2, 3] * 5
+    of_six = [like(Place(sort, number), Counter({sort: 48}), Counter({sort: 16}), (6, 4)) for number in range(12, 18)]
+    assert [place.number for place in of_six if place is not None] == [8, 9, 10, 10, 10, 11]
+
+
+@pytest.mark.sweep
+def test_peaks_of_interleaved_rounds_leave_nothing_behind() -> None:
+    options = {"precision": "bf16", "pp_size": 4, "pp_style": "interleaved", "num_model_chunks": 2}
+    for found, note in compare_shorter(Case("llama-causal-lm", options | {"num_microbatches": 20}, 0.0, 8), world=4):
+        assert note == ""
+        assert found.replayed == pytest.approx(found.measured, rel=1e-3)
+
+
+def test_peaks_whose_middle_leaves_something_behind_are_noted() -> None:
+    assert "leave something behind" in Found([], rough=(DRIFTS,)).note
+    both = Found([], rough=("B", DRIFTS)).note
+    assert "in B, whose" in both
+    assert "leave something behind" in both
+
+
+def test_peaks_of_layers_that_share_buckets() -> None:
+    """A bucket takes two layers and a part of the next one."""
+    options = {**OPTIONS, "zero_bucket_size_in_m": 0.12}
+    ((found, note),) = compare_shorter(Case("llama-causal-lm", options, 0.0, 9), world=2)
+    assert note == ""
+    assert found.replayed == pytest.approx(found.measured, abs=64)
+
+
+def _buckets(*sizes: tuple[int, ...], capacity: int = 1000) -> Buckets:
+    return Buckets(capacity, {"all": list(sizes)})
+
+
+def test_buckets_come_again_where_a_layer_more_has_more_of_them() -> None:
+    base = _buckets((50, 30), (30, 9))
+    assert come_again(base, [(_buckets((50, 30), (30,), (30, 9)), 5)])
+    assert not come_again(base, [(_buckets((50, 30), (30, 30, 9)), 5)])
+    assert not come_again(base, [(_buckets((50, 30), (30,), (30, 9), capacity=1200), 5)])
+    assert come_again(base, [(_buckets((50, 30), (30, 30, 9)), 0)])  # no layer is left out
+    assert come_again(_buckets((30, 30), capacity=0), [(_buckets((30, 30, 30), capacity=0), 5)])
+    norms = _buckets((2, 2)), _buckets((2, 2, 2))
+    assert come_again(norms[0], [(norms[1], 5)])
+    assert not come_again(norms[0], [(norms[1], 500)])
 
 
 def test_peaks_where_the_last_weight_gradients_wait_as_no_others_do() -> None:
