@@ -297,8 +297,10 @@ class PipelineRuntime:
                 if training and self._reduction is not None:
                     self._reduction.finish()
                 self.comm.flush()
-        except Exception as error:
+        except BaseException as error:
             self._abandon_step()
+            if not isinstance(error, Exception):  # an interrupt, which scripts may go on after, too
+                raise
             raise self._failure(schedule, step, error, slices) from error
         finally:
             if self._gathering is not None:

@@ -58,6 +58,8 @@ class SilentTensors:
 
     def taken(self, kind: Hashable, arrived: Sequence[Tensor], count: int) -> list[Tensor | None]:
         """Gradients of `count` tensors from what has arrived, None for those that have none."""
+        if not count:  # what was heard is of steps in which less was frozen
+            return []
         if len(arrived) > count:
             self._heard[kind] = tuple(map(bool, arrived[count].tolist()))
         silent = self._heard.get(kind, (False,) * count)

@@ -18,6 +18,10 @@ multiplied again on arrival, which loses nothing.
 arrive in. So a bucket starts when it and all buckets before it are complete, those of all sections that are reduced
 together; at the end of backward the rest start with zeros in place of gradients that never came.
 
+A rank that waits for a bucket in the middle of backward so waits for peers who lack one of its gradients to come to
+the end of theirs. Those may wait in turn for this rank, where peers exchange tokens with each other's experts in
+backward: there nothing starts before the end, unless a stream of its own does the waiting.
+
 What a bucket may be asked for when is in [Note: states of gradients] (precision/grad_state.py).
 """
 
@@ -66,6 +70,7 @@ class GradReducer:
     scratch_numel       most elements of a bucket that are on their way in one piece, where they are not reduced in
                         place
     launch_in_backward  whether every backward reduces; a pipeline runtime calls `open` and `reduce` itself instead
+    peers_exchange      whether ranks that reduce together also wait for each other inside backward
     on_final            called with each bucket whose shard holds its final sum, on the stream that made it
     on_outside          called with the slot of a gradient that came in no backward of this reducer; it is added unless
                         that raises
@@ -84,6 +89,7 @@ class GradReducer:
         ranks: float,
         scratch_numel: int,
         launch_in_backward: bool,
+        peers_exchange: bool,
         shared_rows: dict[int, SharedRows],
         on_final: Callable[[Bucket], None],
         on_outside: Callable[[Slot], None],
@@ -107,6 +113,7 @@ class GradReducer:
         self._is_watched = is_watched
         self._streams: Any = streams_of(device) if overlap else None
         self._stream = None if self._streams is None else self._streams.Stream(device)
+        self._at_end = peers_exchange and self._stream is None  # see [Note: order of launches]
         self._pieces = {bucket.index: self._cut(bucket, scratch_numel) for bucket in self.buckets}
         self.pool = ScratchPool(device, max(map(self._scratch_bytes, self.buckets), default=0))
         sections = sorted({bucket.plan.family.section for bucket in self.buckets})
@@ -340,6 +347,8 @@ class GradReducer:
     # One bucket.
 
     def _launch_complete(self) -> None:
+        if self._at_end:
+            return
         while (window := next_of(self._open)) is not None and window.has_complete:
             self._launch_next(window)
 

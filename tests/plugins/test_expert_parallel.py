@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,47 @@ def reading(rank: int, world: int, path: Path, settings: dict[str, Any]) -> None
 def test_only_own_experts_are_read(tmp_path: Path) -> None:
     zoo.build(QWEN, dtype=torch.float32, num_experts=4).save_pretrained(tmp_path)
     run_ranks(reading, 2, tmp_path, {"zero_stage": 3})
+
+
+# Gradients that some ranks lack.
+
+
+class ForLongTexts(nn.Module):
+    """A branch that a data-parallel rank with short texts does not take."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out + self.extra(x) if x.shape[1] > 8 else out
+
+
+@keep_float64()
+def lacking(rank: int, world: int) -> None:
+    for stage, overlap in ((1, True), (1, False), (2, True)):
+        reference = zoo.build(MIXTRAL, dtype=torch.float32, num_hidden_layers=4)
+        last = reference.model.layers[-1]
+        torch.manual_seed(0)
+        last.mlp = ForLongTexts(last.mlp, reference.config.hidden_size)
+        reference = reference.double()
+        settings: dict[str, Any] = {"zero_stage": stage, "overlap_communication": overlap}
+        plugin = HybridParallelPlugin(precision="fp32", ep_size=2, zero_bucket_size_in_m=0.002, **settings)
+        booster, model = Booster(plugin=plugin), copy.deepcopy(reference)
+        model, optimizer, *_ = booster.boost(model, adamw(model))
+        batches = [zoo.inputs(MIXTRAL, batch_size=2, seq_len=9 - 2 * replica, seed=replica) for replica in range(world)]
+        booster.backward(model(**batches[rank]).loss, optimizer)
+        for batch in batches:
+            (reference(**batch).loss / world).backward()
+        gradients = optimizer.gradients()
+        compare_models(reference, model, coordinate=plugin.mesh.coordinate, gradients=gradients, weights=False)
+
+
+def test_ranks_that_exchange_tokens_may_lack_gradients() -> None:
+    """Nobody waits in backward for a bucket of a peer who waits for tokens."""
+    run_ranks(lacking, 2, timeout=60)
 
 
 # Layouts on paper, and what cannot be spread.

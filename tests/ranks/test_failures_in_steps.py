@@ -127,3 +127,32 @@ def test_a_failed_step_is_told_refused_and_recovered_from(world: int, layout: di
         for loss, reference in zip(result["losses"], expected, strict=True):
             assert loss is None or loss == pytest.approx(reference, abs=1e-5)
     assert any(result["losses"][-1] is not None for result in results)
+
+
+class _Interrupt(KeyboardInterrupt): ...
+
+
+def _interrupted(rank: int, world: int) -> list[float | None]:
+    join(rank, world)
+    training = Training(pp_size=2, pp_style="zb", num_microbatches=4)
+    losses = [training.run(batch_of(0))]
+    calls = [0]
+
+    def criterion(outputs: Any, _: Any) -> Any:
+        calls[0] += not outputs.loss.is_meta
+        if calls[0] == 4:
+            raise _Interrupt
+        return outputs.loss
+
+    training.criterion = criterion
+    with pytest.raises((JobError, _Interrupt)):
+        training.run(batch_of(1))
+    shardwright.recover()
+    training.optimizer.zero_grad()
+    training.criterion = lambda outputs, _: outputs.loss
+    return losses + [training.run(batch_of(seed)) for seed in (1, 2)]
+
+
+def test_what_waits_in_a_step_that_is_interrupted_is_dropped() -> None:
+    results = run_ranks(_interrupted, 2, debug="OFF", timeout=60)
+    assert results[1] == pytest.approx(one_process([0, 1, 2]), abs=1e-5)
