@@ -80,6 +80,11 @@ def finished_work() -> Any:
     return torch._C._distributed_c10d.FakeWork().boxed()
 
 
+def is_through(work: dist.Work) -> bool:
+    """Whether nothing is left to wait for. A finished one of no backend does not say so of itself."""
+    return isinstance(work, torch._C._distributed_c10d.FakeWork) or work.is_completed()
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` inside of a dispatch mode, where a plain one would not see edits: the alias has the tensor's
     version.

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from .compat import is_through
 from .payload import Header, put_together
 from .quantised import dequantise
 
@@ -33,7 +34,7 @@ class Sent:
         return bool(self._works)
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(map(is_through, self._works))
 
     def wait(self) -> None:
         for work in self._works:

@@ -186,8 +186,7 @@ class _Peaks:
     def _replay(self, layout: Shorter, place: int) -> _Rank:
         real, count = self._real, len(layout.ranks)
         world_size = self._world_size // real.plan.placement.num_ranks * count
-        gathers = real.plugin.settings.zero.stage == 3
-        rows = real.samples * min(real.count, microbatches_left(real.plan.pp_style, count, gathers))
+        rows = real.samples * min(real.count, microbatches_left(real.plan.pp_style, count))
         batch = first_rows(dict(self._job.batch), rows)
         options = changes(real.plugin, real.plan, layout, real.samples)
         book = self._books.setdefault(layout, Book())

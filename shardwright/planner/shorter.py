@@ -88,15 +88,14 @@ def ranks_left(pp_style: str) -> int:
     return 4 if splits_backward(pp_style) or pp_style == "interleaved" else 3
 
 
-def microbatches_left(pp_style: str, ranks: int, gathers: bool = False) -> int:
-    """So many that every kind of action comes first, last and between. `gathers`: weights come and go between actions
-    (ZeRO-3), so that it matters which came before: in the middle neither forwards nor backwards are among themselves.
+def microbatches_left(pp_style: str, ranks: int) -> int:
+    """So many that every kind of action comes first, last and between, where neither forwards nor backwards are among
+    themselves: it matters which came before, for weights that come and go (ZeRO-3), and for messages, which are let go
+    of when others are sent or expected.
     """
-    if splits_backward(pp_style):
-        return 2 * ranks + 2
-    if pp_style == "interleaved":
-        return 4 * ranks  # its microbatches go in groups of as many, of which two have to lie in the middle
-    return max(3, 2 * ranks if gathers else ranks)
+    if splits_backward(pp_style) or pp_style == "interleaved":
+        return 4 * ranks  # of interleaved ones groups of as many as ranks come again, of which two have to lie between
+    return max(4, 2 * ranks)
 
 
 def stage_of(

@@ -132,6 +132,22 @@ def test_encoder_decoders_write_as_much_as_they_read_or_as_is_said(
     assert peaks[0] == peaks[1] > 1.2 * peaks[2]
 
 
+def test_messages_of_gpus_do_not_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is sent is let go of when the next message is sent or expected; the batch's ids are all that there is more
+    of.
+    """
+    peaks = []
+    for count in (8, 40):
+        job = f"--world-size 2 --pp-size 2 --num-microbatches {count} --batch-size {count} --seq-len 64 --device cuda"
+        status, text = plan(capsys, f"--model llama-tiny {job} --peak --json")
+        assert status == 0
+        assert "leave something behind" not in text
+        peaks.append([rank["peak"] for rank in json.loads(text)["peaks"]])
+    message, ids = 64 * 64 * 2, 64 * 8
+    for few, many in zip(*peaks, strict=True):
+        assert many - few <= 32 * 4 * ids < 32 * message
+
+
 def test_the_preset_of_an_encoder_decoder_can_be_replayed(capsys: pytest.CaptureFixture[str]) -> None:
     """Its config says which token stands in front of labels."""
     status, text = plan(capsys, "--model t5-base --world-size 1 --batch-size 2 --seq-len 16 --peak")
