@@ -3,6 +3,8 @@
 The mode goes a long way to a result: rules in Python, devices that differ, numbers that are known, and before all that
 a cache whose keys are dear to make. Nearly every operator of a model stays on one device and is a view or a change in
 place, which torch's kernels make in microseconds, or one that `meta_results` has a rule for, or was asked before.
+
+Checked on torch 2.11 and 2.13: `in_kernel_invocation_manager`, inside of which the mode calls kernels itself.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ PRIVATE_TORCH_ALLOWED = {
     "ops/compiled_numbers": "the order of nodes for inductor, and operators as nodes name them: no public name",
     "ops/hooks_inside": "hooks of all modules, of which no public name says whether there are any",
     "ops/compiled_sequence": "giving up on a graph with a reason: no public name",
+    "planner/fake_kernels": "fakes, and what they are made of",
     "planner/fakes": "tensors without memory, which have no public name",
     "planner/live_bytes": "whether a storage lives, which has no public name",
     "testing/matrix/cell": "a backend of dynamo with another table of decompositions: no public name",
