@@ -15,7 +15,7 @@ from hybrid_ranks import Layout, Run
 
 from shardwright import Booster
 from shardwright.comm.turns import BACKWARD_THREAD
-from shardwright.pipeline.planning.actions import Kind
+from shardwright.pipeline.planning.actions import COMPUTE, Kind
 from shardwright.pipeline.timeline import Recorder
 from shardwright.pipeline.two_at_once import TwoAtOnce
 from shardwright.plugins import HybridParallelPlugin
@@ -149,7 +149,10 @@ def _in_turns(rank: int, world: int) -> list[list[tuple[str, int]]]:
             assert place == 0 or place - 1 in pairs or spans[place - 1].end <= start
     costs = timeline.mean_costs()
     assert min(costs.forward) > 0  # type: ignore[type-var, arg-type]
-    assert timeline.ideal().makespan <= 1.01 * timeline.makespan
+    ideal = timeline.ideal()  # no bound of what was measured: a slow action off the longest path raises the means
+    assert [[span.action for span in spans if span.action.kind in COMPUTE] for spans in timeline.ranks] == [
+        [span.action for span in spans] for spans in ideal.ranks
+    ]
     executor.runtime.recorder = None
 
     executor._pairs = False
