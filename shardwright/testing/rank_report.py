@@ -94,9 +94,8 @@ def failure_text(outcomes: Sequence[RankOutcome]) -> str:
     lines += [f"  rank {outcome.rank}: {outcome.summary()}" for outcome in outcomes if outcome is not first]
     lines += [f"--- rank {first.rank}, failed first ---", first.details()]
     # Which of a lost connection and an abort came first is a guess, and the stacks of the abort are gone afterwards.
-    killed = [outcome for outcome in outcomes if outcome is not first and (outcome.exitcode or 0) < 0]
-    for outcome in killed:
-        if outcome.stacks.strip():
+    for outcome in outcomes:
+        if outcome is not first and (outcome.exitcode or 0) < 0 and outcome.stacks.strip():
             lines += [f"--- rank {outcome.rank}, {outcome.summary()} ---", outcome.details()]
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -126,7 +127,7 @@ class BucketPlan:
     def numel(self) -> int:
         return self.shard_numel * self.shards
 
-    @property
+    @cached_property
     def turn(self) -> tuple[bool, int]:
         """Ascending in the order in which backward fills buckets, those that are not plain last."""
         return not self.family.is_plain, -min(slot.entry.index for slot in self.slots)

@@ -40,6 +40,4 @@ def next_of(windows: Collection[Window]) -> Window | None:
     That is the one whose bucket backward fills first, as within a section: the same on all ranks, whatever comes when.
     """
     left = [window for window in windows if window.next < len(window.buckets)]
-    return (
-        min(left, key=lambda window: window.buckets[window.next].plan.turn) if len(left) > 1 else next(iter(left), None)
-    )
+    return min(left, key=lambda window: window.buckets[window.next].plan.turn, default=None)
