@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwright.cli.plan import _lazy, _load
-from shardwright.planner.estimate import Estimate, Estimator, Layout
+from shardwright.planner.candidate import Layout
+from shardwright.planner.estimate import Estimate, Estimator
 from shardwright.planner.machines import Machine, machine
 from shardwright.planner.rates import rates
 from shardwright.planner.remade import remade

@@ -55,7 +55,9 @@ class Part:
     forward_top, backward_top   bytes that these need for a while, beyond what is kept
     parameters  elements
     forward, backward   calls of operators
-    tensors     that these elements are in
+    tensors     that these elements are in, and
+    shares      what each has of them, in the model's order
+    early_top   the part of `backward_top` that comes before any weight gradient, which may wait
     end_top     bytes that the end of a backward needs, behind the layers, when nothing that was kept is left
     """
 
@@ -66,6 +68,8 @@ class Part:
     forward: Calls
     backward: Calls
     tensors: float = 0.0
+    shares: tuple[float, ...] = ()
+    early_top: float = 0.0
     end_top: float = 0.0
 
     @property
@@ -167,8 +171,12 @@ class _Measured:
     forward: Segment
     backward: Segment
     calls: Mapping[str, Counter[Operator]]
-    parameters: int
-    tensors: int
+    sizes: Sequence[int]  # of parameters
+    matrices: frozenset[int]  # bytes of those
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.sizes)
 
 
 def _measure(
@@ -196,6 +204,7 @@ def _measure(
             segments.follow(model.executor)
             verdict.follow(model.executor)
             sizes = [param.numel() for param in model.parameters()]
+            matrices = frozenset(param.nbytes for param in model.parameters() if param.dim() > 1)
             for samples in source.sizes:
                 batch = first_rows(dict(source.batch), samples)
                 operators.calls = {}
@@ -206,7 +215,7 @@ def _measure(
                 assert optimizer is not None
                 optimizer.zero_grad()
                 by_name = {str(segment.name): segment for segment in segments.done}
-                found[samples] = _Measured(by_name["0F0"], by_name["0B0"], operators.calls, sum(sizes), len(sizes))
+                found[samples] = _Measured(by_name["0F0"], by_name["0B0"], operators.calls, sizes, matrices)
     return found
 
 
@@ -225,6 +234,9 @@ def _difference(one: _Measured, other: _Measured, layers: int) -> Part:
     forward_points = _total(other.forward.points - other.forward.start)
     near = forward_points[_of_layer(one.forward.grown, other.forward.grown, layers, from_end=False)]
     forward_top = max(float((near - near[0]).max()) - of_layer, 0.0) if len(near) else 0.0
+    count = len(other.sizes) - len(one.sizes)
+    first = _alike(one.sizes, other.sizes)
+    own = other.sizes[max(first - count, 0) :][:count]  # the same come again
     return Part(
         of_layer,
         forward_top,
@@ -232,7 +244,8 @@ def _difference(one: _Measured, other: _Measured, layers: int) -> Part:
         (other.parameters - one.parameters) / layers,
         _minus(other.calls["0F0"], one.calls["0F0"], layers),
         _minus(other.calls["0B0"], one.calls["0B0"], layers),
-        (other.tensors - one.tensors) / layers,
+        count / layers,
+        tuple(size / sum(own) for size in own),
     )
 
 
@@ -253,7 +266,8 @@ def _rest(one: _Measured, others: Sequence[_Measured], layer: Part, layers: int)
     kept = float(_total(one.forward.end - one.forward.start))
     forward, backward = (_total(segment.points - segment.start) for segment in (one.forward, one.backward))
     head, end = _around_layers(one.backward.grown, [other.backward.grown for other in others])
-    tops = [float(points.max(initial=0)) for points in (forward, backward[:head])]
+    early = next((place for place, size in enumerate(one.backward.grown[:head]) if size in one.matrices), head)
+    tops = [float(points.max(initial=0)) for points in (forward, backward[:head], backward[:early])]
     return Part(
         max(kept - layers * layer.kept, 0.0),
         max(tops[0] - kept, 0.0),
@@ -261,8 +275,9 @@ def _rest(one: _Measured, others: Sequence[_Measured], layer: Part, layers: int)
         one.parameters - layers * layer.parameters,
         _less(one.calls["0F0"], layer.forward, layers),
         _less(one.calls["0B0"], layer.backward, layers),
-        one.tensors - layers * layer.tensors,
-        float((backward[end:] + kept).max(initial=0)),
+        len(one.sizes) - layers * layer.tensors,
+        early_top=max(tops[2], 0.0),
+        end_top=float((backward[end:] + kept).max(initial=0)),
     )
 
 
@@ -308,4 +323,4 @@ def _mean(parts: list[tuple[Part, int]]) -> Part:
 
     forward, backward = calls
     memory = mean("kept"), mean("forward_top"), mean("backward_top"), mean("parameters")
-    return Part(*memory, forward, backward, mean("tensors"))
+    return Part(*memory, forward, backward, mean("tensors"), parts[0][0].shares)

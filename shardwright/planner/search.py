@@ -22,7 +22,8 @@ from ..utils.device import planning_for
 from ..utils.errors import counted
 from .batches import batch_of
 from .beside import both
-from .estimate import Estimate, Estimator, Layout, Task
+from .candidate import Layout, Task
+from .estimate import Estimate, Estimator
 from .machines import Machine
 from .profile import Profile, Source, profile
 from .rates import Rates, rates

@@ -24,7 +24,8 @@ from ..pipeline.schedules import Schedule
 from ..pipeline.timeline import MeasuredSpan, Timeline
 from ..plugins import HybridParallelPlugin
 from ..utils.device import planning_for
-from .estimate import Estimator, Layout, Task
+from .candidate import Layout, Task
+from .estimate import Estimator
 from .machines import Machine
 from .profile import Source, profile
 from .rates import rates

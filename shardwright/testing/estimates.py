@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from ..planner.answer import plugin_arguments, recompute_of
 from ..planner.batches import batch_of
-from ..planner.estimate import Estimate, Layout
+from ..planner.candidate import Layout
+from ..planner.estimate import Estimate
 from ..planner.peaks import peaks
 from ..planner.replay import Job
 from ..planner.search import Question, Search

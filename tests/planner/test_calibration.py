@@ -18,8 +18,9 @@ from shardwright.cluster.launch import launch
 from shardwright.planner import measure, measure_steps
 from shardwright.planner.answer import search_arguments
 from shardwright.planner.calibration import FORMAT, Calibration, Point, Rates, calibrated, read, write
+from shardwright.planner.candidate import Layout, Task
 from shardwright.planner.devices import device_of
-from shardwright.planner.estimate import Estimator, Layout, Task
+from shardwright.planner.estimate import Estimator
 from shardwright.planner.machines import GIB
 from shardwright.planner.measure_layouts import layouts
 from shardwright.planner.measure_links import links

@@ -9,7 +9,8 @@ import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from shardwright.cli.plan import _lazy, _load
-from shardwright.planner.estimate import Estimate, Estimator, Layout, Task
+from shardwright.planner.candidate import Layout, Task
+from shardwright.planner.estimate import Estimate, Estimator
 from shardwright.planner.machines import machine
 from shardwright.planner.profile import Part, Parts, Profile
 from shardwright.planner.rates import rates
@@ -46,11 +47,14 @@ def test_recomputing_ranks_are_fullest_where_the_gradient_of_the_table_is() -> N
 GIVEN: dict[str, Any] = {"tp": 1, "pp": 1, "sp": 1, "dp": 2, "zero": 1, "style": "1f1b", "chunks": 1}
 
 
+PIPE: dict[str, Any] = {"pp": 2, "count": 6}
+V: dict[str, Any] = {"style": "zbv", "chunks": 2}
+
 SMALL: dict[str, Any] = {
     "llama": (
         LlamaConfig,
         {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8},
-        [{"samples": 4}, {"zero": 3}],
+        [{"samples": 4}, {"zero": 3}, {"zero": 2}, {**PIPE, "style": "zb", "whole": 1.0}],
     ),
     "bert": (
         BertConfig,
@@ -60,7 +64,14 @@ SMALL: dict[str, Any] = {
     "gpt2": (
         GPT2Config,
         {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 64, "vocab_size": 30000},
-        [{"whole": 1.0}, {"pp": 2, "dp": 1, "zero": 0}, {"zero": 3}],
+        [
+            {"whole": 1.0},
+            {"pp": 2, "dp": 1, "zero": 0},
+            {"zero": 3},
+            {"zero": 2},
+            {**PIPE, **V},
+            {**PIPE, **V, "zero": 3},
+        ],
     ),
 }
 
@@ -68,8 +79,9 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_of_small_models_with_large_tables(name: str) -> None:
     """One tensor-parallel rank computes the loss as no other does, and BERT's needs more where it is weighted; a
-    backward ends with the gradients of the table; both ends of a pipeline hold that of GPT-2; and at ZeRO-3 what is
-    gathered, and the room for gradients on their way, have the size of the largest unit.
+    backward ends with the gradients of the table; both ends of a pipeline hold that of GPT-2; at ZeRO-3 what is
+    gathered, and the room for gradients on their way, have the size of the largest unit, at ZeRO-2 no more than there
+    is to reduce; and logits are gone when a weight gradient that has waited is computed.
     """
     kind, sizes, changes = SMALL[name]
     config: Any = kind(**{"vocab_size": 8000, **sizes})

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from shardwright.cli.main import main
 from shardwright.cluster.launch import launch
 from shardwright.planner.answer import config_of, plugin_arguments
-from shardwright.planner.estimate import Estimate, Estimator, Layout, Task
+from shardwright.planner.candidate import Layout, Task
+from shardwright.planner.estimate import Estimate, Estimator
 from shardwright.planner.machines import machine
 from shardwright.planner.operators import Operator
 from shardwright.planner.profile import Part, Parts, Profile

@@ -10,7 +10,8 @@ from torch import nn
 
 from shardwright.cli.plan import _lazy, _load, _optimizer
 from shardwright.kernels.linear_cross_entropy import tokens_at_a_time
-from shardwright.planner.estimate import Estimate, Estimator, Layout, Task, data_rounds
+from shardwright.planner.candidate import Layout, Task, data_rounds
+from shardwright.planner.estimate import Estimate, Estimator
 from shardwright.planner.machines import machine
 from shardwright.planner.operators import Operator
 from shardwright.planner.profile import Part, Parts, Profile
