@@ -191,8 +191,9 @@ def _compile_apart(graph: fx.GraphModule, inputs: list[Any], late: LateProducts)
 def _refusals() -> tuple[type[Exception], ...]:
     """What torch.compile raises before it has run anything."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # as it is, of `if rows.numel():`
 
-    return TorchDynamoException, FailOnRecompileLimitHit
+    return TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode
 
 
 class LayerGraph:

@@ -159,7 +159,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             ranks=mesh.size("dp_sp"),
             scratch_numel=2 * size,
             launch_in_backward=launch_in_backward,
-            peers_exchange=self.groups.experts is not None,
+            peers_exchange=self.groups.experts is not None or mesh.size("sp") > 1,
             shared_rows=self._shared_rows(plans),
             on_final=self._bucket_is_final,
             on_outside=self._others.arrived,

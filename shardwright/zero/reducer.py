@@ -19,8 +19,8 @@ arrive in. So a bucket starts when it and all buckets before it are complete, th
 together; at the end of backward the rest start with zeros in place of gradients that never came.
 
 A rank that waits for a bucket in the middle of backward so waits for peers who lack one of its gradients to come to
-the end of theirs. Those may wait in turn for this rank, where peers exchange tokens with each other's experts in
-backward: there nothing starts before the end, unless a stream of its own does the waiting.
+the end of theirs. Those may wait in turn for this rank, where peers exchange tokens for each other's experts, or parts
+of a sequence, in backward: there nothing starts before the end, unless a stream of its own does the waiting.
 
 What a bucket may be asked for when is in [Note: states of gradients] (precision/grad_state.py).
 """

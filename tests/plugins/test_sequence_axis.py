@@ -11,12 +11,13 @@ import torch
 from habits import Habits
 from hybrid_ranks import Layout, run_layout
 from sequence_ranks import activations, compare_all, volumes
+from torch import nn
 
 from shardwright import Booster
 from shardwright.plugins import HybridParallelPlugin
 from shardwright.plugins.hybrid.sequence_axis import Positions
 from shardwright.plugins.hybrid.sequence_probe import probe_ring, probe_ulysses
-from shardwright.testing import run_ranks, zoo
+from shardwright.testing import adamw, compare_models, keep_float64, run_ranks, zoo
 
 ULYSSES: dict[str, Any] = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
 RING = {**ULYSSES, "sequence_parallelism_mode": "ring_attn"}
@@ -240,3 +241,46 @@ def test_activations_are_shared() -> None:
         assert kept == [(heads + 2 * (n - keys)) * tokens, 0, heads * tokens]
         for (total, layer), more in zip(parts, kept, strict=True):
             assert total - 2 * more == pytest.approx(whole / n, rel=0.01), (whole, total, layer)
+
+
+class ForSomeTokens(nn.Module):
+    """A branch that not every part of a sequence has tokens for."""
+
+    def __init__(self, inner: nn.Module, width: int, sign: int) -> None:
+        super().__init__()
+        self.inner, self.extra, self.sign = inner, nn.Linear(width, width), sign
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        out: torch.Tensor = self.inner(x).flatten(0, -2)
+        chosen = (rows.detach()[:, 0] * self.sign > 1.2).nonzero().view(-1)
+        if len(chosen):
+            out = out.index_add(0, chosen, self.extra(rows[chosen]))
+        return out.view_as(x)
+
+
+@keep_float64()
+def lacking(rank: int, world: int) -> None:
+    for mode, stage, overlap in ((ULYSSES, 1, True), (RING, 2, False), (RING, 0, True), (ULYSSES, 3, True)):
+        reference = zoo.build("llama-causal-lm", num_hidden_layers=4, dtype=torch.float32)
+        torch.manual_seed(0)
+        for number, layer in enumerate(reference.model.layers):
+            layer.mlp = ForSomeTokens(layer.mlp, reference.config.hidden_size, 1 - 2 * (number % 2))
+        reference = reference.double()
+        buckets = {"zero_bucket_size_in_m": 0.001} if stage in (1, 2) else {}
+        plugin = HybridParallelPlugin(
+            precision="fp32", zero_stage=stage, overlap_communication=overlap, **buckets, **mode
+        )
+        booster, model = Booster(plugin=plugin), copy.deepcopy(reference)
+        model, optimizer, *_ = booster.boost(model, adamw(model))
+        for seed in range(3):
+            batch = zoo.inputs("llama-causal-lm", batch_size=2, seq_len=8, seed=seed)
+            booster.backward(model(**batch).loss, optimizer)
+            reference(**batch).loss.backward()
+        gradients = optimizer.gradients()
+        compare_models(reference, model, coordinate=plugin.mesh.coordinate, gradients=gradients, weights=False)
+
+
+def test_ranks_that_exchange_parts_of_a_sequence_may_lack_gradients() -> None:
+    """Nobody waits in backward for a bucket of a peer who waits for keys and values."""
+    run_ranks(lacking, 2, timeout=60)
