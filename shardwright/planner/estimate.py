@@ -451,15 +451,16 @@ class Estimator:
             weights += itemsize * min(3 / layout.chunks, 1.0) * parameters
         return weights + gradients + masters + states
 
-    def _reducing(self, beside: float) -> float:
+    def _reducing(self, beside: float, parameters: float) -> float:
         """For gradients on their way, of a rank with a unit of so many elements beside its layers (`zero.reducer`): at
-        stage 3 two of the size of the largest unit, or of the largest piece in which that goes.
+        stage 2 two buckets, or one with all `parameters` where they are fewer; at stage 3 two of the size of the
+        largest unit, or of the largest piece in which that goes.
         """
         layout = self._layout
         if layout.dp * layout.sp == 1 or layout.zero < 2:
             return 0.0
         if layout.zero == 2:
-            return _BUCKET
+            return min(_BUCKET, 4 * parameters)
         size = 4 * max(beside, self._rates.layer.parameters)
         return 2 * size / max(ceil(size / _BUCKET), 1)
 
@@ -533,7 +534,11 @@ class Estimator:
         layout = self._layout
         if layout.pp == 1:
             held = self._kept(self._rates.layers) + self._rates.rest.kept
-            return self._static(self._parameters()) + self._unpiped(held) + self._reducing(max(self._at_ends))
+            return (
+                self._static(self._parameters())
+                + self._unpiped(held)
+                + self._reducing(max(self._at_ends), self._parameters())
+            )
         layers, head = self._transient
         besides = _MESSAGES * self._message_size
         if not simulated:
@@ -543,7 +548,7 @@ class Estimator:
             if layout.style == "interleaved":
                 held *= 1 + (layout.pp - 1) / self._stages
             others = held - self._kept(self._counts[0])
-            besides += self._reducing(max(self._at_ends))
+            besides += self._reducing(max(self._at_ends), self._parameters())
             return ends + max(held + layers, others + self._at_table) + besides
         schedule, _ = self._schedule
         kept = [self._kept(count) for count in self._counts]
@@ -571,7 +576,7 @@ class Estimator:
             highest = float((held + np.where(stages == self._stages - 1, head, layers)).max())
             if rank == first:
                 highest = max(highest, float(held.max()) - kept[0] + self._at_table)
-            found.append(self._static(parameters) + highest + self._reducing(beside) + besides)
+            found.append(self._static(parameters) + highest + self._reducing(beside, parameters) + besides)
         return max(found)
 
 

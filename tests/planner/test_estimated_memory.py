@@ -82,6 +82,15 @@ def test_of_small_models_with_large_tables(name: str) -> None:
         assert abs(one.off) <= 0.02, one
 
 
+def test_buckets_are_not_larger_than_all_gradients() -> None:
+    kind, sizes, _ = SMALL["gpt2"]
+    config: Any = kind(**sizes)
+    build = remade(lambda: _lazy(config))
+    question = Question(build, lambda model: torch.optim.AdamW(model.parameters()), machine("h100"), 8, 4, 64)
+    (one,) = compare(question, [Layout(**{**GIVEN, "samples": 1, "count": 2, "zero": 2})])
+    assert abs(one.off) <= 0.03, one
+
+
 def _layouts() -> list[Layout]:
     def made(**changes: Any) -> Layout:
         return Layout(**{**GIVEN, "samples": 1, "count": 4, **changes})
