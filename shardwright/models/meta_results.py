@@ -154,9 +154,11 @@ def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
 
 def _mean(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """(tensor, [last dim], whether it stays)"""
-    if kwargs or len(args) != 3 or list(args[1]) != [-1] or args[2] is not True or not _plain(args[0]):
+    if kwargs or len(args) != 3 or args[1] is None or list(args[1]) != [-1]:  # None: all of them
         return None
-    return _made((*args[0].shape[:-1], 1), args[0].dtype) if args[0].dim() else None
+    if args[2] is not True or not _plain(args[0]) or not args[0].dim():
+        return None
+    return _made((*args[0].shape[:-1], 1), args[0].dtype)
 
 
 def _nll_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -90,7 +91,7 @@ def read(path: str | Path) -> Calibration:
         plain = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"calibration {path} cannot be read ({error.strerror}); {again}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"calibration {path} is no JSON ({error}); {again}") from error
     if not isinstance(plain, dict) or "format" not in plain:
         raise ValueError(f"calibration {path} has no `format`, so {_WORDS} has not written it; {again}")
@@ -118,14 +119,15 @@ _ROWS = ("moving", "sums", "optimizer", "messages")
 def _points(rows: Any) -> tuple[Point, ...]:
     found = tuple(Point(*row) for row in rows)
     for point in found:
-        if not all(_is_number(each) for each in point) or not (point.seconds > 0 and point.flops + point.moved > 0):
+        known = all(map(_is_number, point)) and point.ranks > 0 and point.seconds > 0
+        if not known or not point.flops + point.moved > 0:
             raise ValueError(f"{list(point)} is no measurement")
     return found
 
 
 def _is_number(value: Any) -> bool:
     """Of something that is counted or measured."""
-    return isinstance(value, int | float) and 0 <= value < math.inf
+    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
 
 
 def _check(found: Calibration) -> None:
@@ -152,6 +154,9 @@ def _check(found: Calibration) -> None:
         raise ValueError("a table is empty")
     if not all(point.flops for rows in found.products.values() for point in rows):
         raise ValueError("a product has no operations")
+    sent = *found.collectives.values(), found.messages
+    if not all(point.moved for rows in (*sent, found.moving, found.sums, found.optimizer) for point in rows):
+        raise ValueError("something that is moved or sent has no bytes")
 
 
 class Rates:
@@ -329,10 +334,12 @@ def calibrated(
     """
     check_known(memory, per_node, inside, between)
     dtype = _DTYPES.get(precision, "float32")
-    if dtype not in found.products or dtype not in found.attention:
+    measured = [each for each in found.products if each in found.attention]
+    if dtype not in measured:
         raise ValueError(
-            f"calibration of {found.device['name']}: precision={precision!r} needs products in {dtype}, and only those "
-            f"in {', '.join(found.products)} were measured; take one of these, or leave the calibration out"
+            f"calibration of {found.device['name']}: precision={precision!r} needs products and attention in {dtype}, "
+            f"and those in {', '.join(measured) or 'none'} were measured; take one of these, or leave the calibration "
+            "out"
         )
     if inside is not None:  # which is known better, then
         found = replace(found, collectives={}, messages=())

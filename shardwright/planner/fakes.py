@@ -5,14 +5,16 @@
         ...                                                             # and so is what is computed from them
 
 Whole numbers and truth values stay real, since hosts look at them: ids, masks, counts, headers of messages. So do
-single numbers and what was there before. Collectives of fakes, and messages, are over at once. What a host reads off a
-fake is made up: a loss of 1, a condition that does not hold.
+single numbers, tables of ones (which masks of floating dtype are made of) and what was there before. Collectives of
+fakes, and messages, are over at once. What a host reads off a fake is made up: a loss of 1, a condition that does not
+hold.
 
 Of a job of GPUs attention is one kernel also where it drops out, which on a CPU it is not.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,6 +38,7 @@ from .fake_kernels import find_fake
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_MOST_ONES = 2**22  # of samples and tokens
 _ROOM = 2**40  # of a memory among the addresses of fakes, which are further apart
 _MAKERS = {
     _aten.empty.memory_format,
@@ -90,7 +93,7 @@ class Fakes(TorchDispatchMode):
             return (args[0], finished_work()) if len(func._schema.returns) == 2 else finished_work()
         if any(issubclass(kind, FakeTensor) for kind in types):
             return self._compute(func, args, kwargs)
-        if func in _MAKERS and _is_for_numbers(args, kwargs):
+        if func in _MAKERS and _is_for_numbers(args, kwargs) and not _may_be_mask(func, args):
             with self._mode:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -191,6 +194,13 @@ def _is_for_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype()
     on_meta = device is not None and torch.device(device).type == "meta"
     return len(args[0]) > 0 and (dtype.is_floating_point or dtype == torch.uint8) and not on_meta
+
+
+def _may_be_mask(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether ones are asked for as decoders make them that are given no mask (BART). Attention has a kernel for
+    those that hide nothing, and looks.
+    """
+    return func is _aten.ones.default and len(args[0]) == 2 and math.prod(args[0]) <= _MOST_ONES
 
 
 @torch.no_grad()

@@ -55,8 +55,8 @@ def _of_shape(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...
     operators = Operators()
     try:
         with Fakes(), operators, torch.no_grad():
-            param = nn.Parameter(torch.ones(shape))
-            param.grad = torch.ones(shape)
+            param = nn.Parameter(torch.empty(shape))
+            param.grad = torch.empty(shape)
             trial = tried(optimizer, group, [param])
             trial.step()  # makes the states, too
             operators.part = "step"

@@ -80,6 +80,10 @@ def _tuples(found: Any) -> Any:
         ({"moving": [[1, 0, 4, -1.0]]}, "is damaged ([1, 0, 4, -1.0, 0.0] is no measurement)"),
         ({"moving": [[1, 0, 4, math.nan]]}, "is no measurement"),
         ({"moving": [[1, 0, -4, 1e-3]]}, "is no measurement"),
+        ({"moving": [[1, 0, 10**400, 1e-3]]}, "is no measurement"),
+        ({"messages": [[0, 0, 8, 1e-3]]}, "is no measurement"),
+        ({"collectives": {"all_reduce": [[2, 8, 0, 1e-3]]}}, "something that is moved or sent has no bytes"),
+        ("[" * 100000, "is no JSON"),
         ({"messages": [[2, 0, 0, 1e-3]]}, "is no measurement"),
         ({"collectives": {"all_reduce": []}}, "a table is empty"),
         ({"products": {"float32": [[1, 0, 8, 1e-3]]}}, "a product has no operations"),
@@ -158,7 +162,7 @@ def test_other_devices_and_precisions_are_refused(tmp_path: Path) -> None:
     write(made(), path)
     with pytest.raises(ValueError, match="gpu='h100' with a calibration of another device, Some Processor, 2 cores"):
         device_of(path, "h100", "fp32", 4)
-    with pytest.raises(ValueError, match="precision='fp16' needs products in float16, and only those in float32, bfl"):
+    with pytest.raises(ValueError, match="precision='fp16' needs products and attention in float16, and those in fl"):
         device_of(path, None, "fp16", 4)
     with pytest.raises(ValueError, match="is of another device, Some Processor, 2 cores, and this process has NVIDIA"):
         device_of(path, None, "fp32", 4, own=("NVIDIA H100 80GB HBM3", 79.0))

@@ -94,6 +94,13 @@ def test_what_the_search_decides_cannot_be_given(monkeypatch: pytest.MonkeyPatch
             HybridParallelPlugin.from_search(model, global_batch_size=4, sequence_length=8, tp_size=2)
         with pytest.raises(ValueError, match="global_batch_size='4' must be"):
             HybridParallelPlugin.from_search(model, global_batch_size="4", sequence_length=8)  # type: ignore[arg-type]
+        wrong: Any
+        for wrong in (nn.Linear, None, {"hidden_size": 8}):
+            with pytest.raises(ValueError, match=r"from_search\(model=.*\): model must be a torch Module, made"):
+                HybridParallelPlugin.from_search(wrong, global_batch_size=4, sequence_length=8)
+        wrong = 1e-3
+        with pytest.raises(ValueError, match=r"from_search\(optimizer=0.001\): optimizer must be a torch Optimizer"):
+            HybridParallelPlugin.from_search(model, wrong, global_batch_size=4, sequence_length=8)
     finally:
         dist.destroy_process_group()
 

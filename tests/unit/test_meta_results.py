@@ -71,6 +71,7 @@ def test_along_a_dim() -> None:
             assert compare(aten._safe_softmax.default, tensor, -1) is tensor.is_contiguous()
             assert compare(aten.mean.dim, tensor, [-1], True) is tensor.is_contiguous()
             assert not compare(aten.mean.dim, tensor, [0], False)
+            assert not compare(aten.mean.dim, tensor, None, True)
             assert not compare(aten._softmax.default, tensor.to(torch.bfloat16), -1, True)
 
 

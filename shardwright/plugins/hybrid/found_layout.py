@@ -64,6 +64,11 @@ def search_layout(
     others     arguments of the plugin that are not searched for
     """
     require_process_group("HybridParallelPlugin")
+    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(value, kind) and (name == "model" or value is not None):
+            raise ValueError(
+                f"from_search({name}={value!r:.100}): {name} must be a torch {kind.__name__}, made and not yet boosted"
+            )
     taken = [name for name in others if name in _DECIDED]
     if taken:
         raise ValueError(
