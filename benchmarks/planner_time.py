@@ -32,7 +32,7 @@ from shardwright.cli.calibrate import wide_llama
 from shardwright.lazy import LazyInitContext
 from shardwright.models.example_inputs import loss_of
 from shardwright.planner.calibration import Calibration, calibrated, read
-from shardwright.planner.measure_steps import REFERENCES, WORDS, shares
+from shardwright.planner.measure_steps import REFERENCES, WORDS, Steps, shares
 from shardwright.planner.replay import Job
 from shardwright.planner.step_times import step_times
 from shardwright.plugins import HybridParallelPlugin
@@ -154,9 +154,13 @@ def main() -> None:
     for world in sorted({world for world, _ in LAYOUTS.values()}):
         layouts = {name: options for name, (ranks, options) in LAYOUTS.items() if ranks == world}
         taken = run_ranks(measure, world, layouts, given.rounds, timeout=1800, debug="OFF")[0]
-        seconds = [median(taken.cpu[f"reference {n}"]) / IN_A_ROW / world for n in range(len(REFERENCES))]
-        found = replace(found, whole={**found.whole, **shares(wide_llama, found, {world: seconds})})
-        print(f"{world} ranks: operators and host, in those of the file: {found.whole[str(world)]}")
+        names = [f"reference {number}" for number in range(len(REFERENCES))]
+        own = Steps(
+            [median(taken.cpu[name]) / IN_A_ROW / world for name in names],
+            [median(taken.wall[name]) / IN_A_ROW for name in names],
+        )
+        found = replace(found, whole={**found.whole, **shares(wide_llama, found, {world: own})})
+        print(f"{world} ranks: operators, host and clock, in those of the file: {found.whole[str(world)]}")
         for name, options in layouts.items():
             wall, cpu = predict(world, options, found)
             rows[name] = {

@@ -117,10 +117,10 @@ def _measure(args: argparse.Namespace) -> int:
     if device.type == "cpu" and world > 1 and rank < 2:
         say("what the host takes for being one of two ranks")
         found["host"] = found.get("host", _NOTHING) | _layouts(rank, meeting[0], found.get("host", _NOTHING), size)
-    whole: dict[int, list[float]] = {}
+    whole: dict[int, Any] = {}
     if device.type == "cpu":
         for ranks in (ranks for ranks in (1, 2, 4) if rank < ranks <= world):
-            say(f"steps of two models on {counted(ranks, 'rank')}")
+            say(f"steps of six models on {counted(ranks, 'rank')}")
             whole[ranks] = _steps(rank, ranks, meeting[0], size)
     if rank == 0:
         calibration = Calibration(
@@ -164,12 +164,12 @@ def _layouts(rank: int, directory: str, alone: Any, size: Any) -> dict[str, floa
         return layouts(_model(), lambda samples, begin: _batch(samples, torch.device("cpu"), begin), size, alone)
 
 
-def _steps(rank: int, world: int, directory: str, size: Any) -> list[float]:
+def _steps(rank: int, world: int, directory: str, size: Any) -> Any:
     """As one of so many ranks of a job."""
-    from ..planner.measure_steps import seconds
+    from ..planner.measure_steps import steps
 
     with _joined(rank, world, f"{directory}/steps-{world}"):
-        return seconds(wide_llama, rank, world, size)
+        return steps(wide_llama, size)
 
 
 @contextmanager

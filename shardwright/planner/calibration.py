@@ -22,10 +22,12 @@ from .machines import COMPUTED, GIB, Host, Machine, check_known
 from .machines import machine as _published
 from .operators import Operator
 
-FORMAT = 3
+FORMAT = 4
 _WORDS = "shardwright calibrate"
 _STEP_BYTES = 30  # that AdamW moves for an element: gradient, weight, two states, and the weight in half precision
 _NEAREST = 4
+# of what the host takes, what was measured on one rank; the rest was on ranks that were as busy as those of a job
+_ALONE = frozenset({"around", "step", "again", "again in part"})
 _CPU_LINK = 1.0  # GB/s between processes of a machine, where it was not measured
 
 
@@ -57,7 +59,8 @@ class Calibration:
     optimizer   AdamW; `moved` are elements
     collectives by name, and messages between two ranks; empty where there was one device
     whole       on CPUs, by ranks (as text, for JSON): what operators take in a step over what they take one by one, and
-                what the host takes over what it was measured to take (see `measure_steps`)
+                what the host takes over what it was measured to take; and a step by the clock, over what is told of it
+                (see `measure_steps`)
     """
 
     device: Mapping[str, Any]
@@ -147,7 +150,7 @@ def _check(found: Calibration) -> None:
         if not _is_number(found.host[name]):
             raise ValueError(f"host.{name} is {found.host[name]!r}")
     for ranks, times in found.whole.items():
-        if not (int(ranks) > 0 and len(times) == 2 and all(0 <= float(each) < math.inf for each in times)):
+        if not (int(ranks) > 0 and len(times) == 3 and all(0 <= float(each) < math.inf for each in times)):
             raise ValueError(f"whole.{ranks} is {times!r}")
     tables = [*found.products.values(), *found.attention.values(), *found.collectives.values()]
     if not (found.products and found.attention and found.moving and found.optimizer and all(tables)):
@@ -229,11 +232,11 @@ class CalibratedMachine(Machine):
         return Rates(self.calibration.sums)
 
     @cached_property
-    def _whole(self) -> tuple[float, float]:
+    def _whole(self) -> Whole:
         return _whole(self.calibration, self.ranks)
 
     def computing(self, calls: Mapping[Operator, float]) -> float:
-        return self._whole[0] * sum(
+        return self._whole.operators * sum(
             count * self._tables[kind].seconds(flops if kind != "other" else 0, moved)
             for (kind, flops, moved, _), count in calls.items()
             if kind in COMPUTED
@@ -242,7 +245,7 @@ class CalibratedMachine(Machine):
     def starting(self, calls: Mapping[Operator, float], backward: bool = False) -> float:
         """What the host takes for these operators; a GPU computes meanwhile."""
         host = self.calibration.host["backward" if backward else "forward"]
-        taken = self._whole[1] * host * sum(count for call, count in calls.items() if call.kind in COMPUTED)
+        taken = self._whole.host * host * sum(count for call, count in calls.items() if call.kind in COMPUTED)
         if self.calibration.device["type"] == "cpu":
             return taken
         return max(taken - self.computing(calls), 0.0)
@@ -250,10 +253,10 @@ class CalibratedMachine(Machine):
     def summing(self, size: float, tensors: float) -> float | None:
         if not self.calibration.sums or not tensors:
             return None
-        return self._whole[0] * tensors * self._sums.seconds(0, size / tensors)
+        return self._whole.operators * tensors * self._sums.seconds(0, size / tensors)
 
     def stepping(self, moved: float, flops: float) -> float:
-        return self._whole[0] * super().stepping(moved, flops)
+        return self._whole.operators * super().stepping(moved, flops)
 
     def sent(self, size: float, ranks: int, reach: int) -> float:
         if ranks < 2 or not size:
@@ -299,11 +302,18 @@ def _nearest(known: Iterable[int], ranks: int) -> int:
     return min(known, key=lambda number: abs(math.log2(number / ranks)))
 
 
-def _whole(found: Calibration, ranks: int) -> tuple[float, float]:
-    """Of operators, and of the host, in jobs of so many ranks."""
+class Whole(NamedTuple):
+    """See `Calibration.whole`."""
+
+    operators: float = 1.0
+    host: float = 1.0
+    clock: float = 1.0
+
+
+def _whole(found: Calibration, ranks: int) -> Whole:
+    """In jobs of so many ranks."""
     known = {int(number): times for number, times in found.whole.items()}
-    operators, host = known[_nearest(known, ranks)] if known else (1.0, 1.0)
-    return operators, host
+    return Whole(*known[_nearest(known, ranks)]) if known else Whole()
 
 
 def _host(found: Mapping[str, float]) -> Host:
@@ -354,8 +364,9 @@ def calibrated(
         links = (inside or _CPU_LINK) * 1e9
         machine = replace(machine, inside=links, between=between * 1e9 if between else links)
         known |= {"per_node": per_node or world_size, "cores": found.device["cores"], "device": "cpu"}
-        _, times = _whole(found, world_size)
-        host = {name: times * seconds for name, seconds in found.host.items()}
+        whole = _whole(found, world_size)
+        known["waits"] = whole.clock
+        host = {name: (whole.host if name in _ALONE else 1) * seconds for name, seconds in found.host.items()}
         known |= {"around": host["around"], "step": host["step"], "host": _host(host)}
     else:
         name, own = like_device((found.device["name"], found.device["memory"] / GIB))

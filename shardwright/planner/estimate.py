@@ -185,6 +185,8 @@ class Estimator:
         if machine.cores:  # which all ranks share
             processor = computing - self._waiting + parts["optimizer"] + host + self._sending
             parts["sharing cores"] = max(self._task.world_size * processor / machine.cores - sum(parts.values()), 0.0)
+        if machine.waits != 1:
+            parts["waiting for others"] = (machine.waits - 1) * sum(parts.values())
         seconds = sum(parts.values())
         samples = layout.samples * layout.count * layout.dp
         mfu = self._task.flops * samples / (seconds * self._task.world_size * machine.flops)

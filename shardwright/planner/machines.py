@@ -56,6 +56,7 @@ class Machine:
     around, step    seconds of the host for a microbatch and for a step, beside operators of layers, while which nothing
                     is computed
     host            more such seconds, where a processor computes: see `Host`
+    waits           times that a step takes by the clock, over what its parts do: ranks wait for the slowest one
     """
 
     name: str
@@ -77,6 +78,7 @@ class Machine:
     around: float = 0.0
     step: float = 0.0
     host: Host = field(default_factory=Host)
+    waits: float = 1.0
 
     @property
     def source(self) -> str:

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, repeat
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ..booster import Booster
-from ..models.example_inputs import loss_of
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
-from ..plugins import HybridParallelPlugin
 from .calibration import Point
+from .measure_turns import Turns, least, step_of
 from .operators import Operators, attention_flops
 
 Say = Callable[[str], None]
-_WARM = 3  # steps of a model that do not count: in the first ones a loss is looked into
+_WARM = 3  # passes of a model that do not count
 _WEIGHTS, _WEIGHTS_BYTES = 56, 2**26  # of a model of eight layers, as far as they are no more than this
-_KEPT = 16  # results, as a backward needs them: the next call writes to other memory, which is in no cache
+_KEPT, _MOST_KEPT = 2**26, 4096  # bytes of results, as a backward needs them: the next call writes to other memory
 _LEAST = 0.25  # of what a call takes, where the host's part is measured to be longer than it
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 
@@ -89,14 +87,14 @@ class Clock:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Of one: the median of several groups of calls, behind some that do not count."""
-        for _ in range(2):
-            call()
-        once = max(self._group(call, 1), 1e-7)
+        call()
+        kept: deque[object] = deque(maxlen=max(1, min(_KEPT // max(_size(call()), 1), _MOST_KEPT)))
+        once = max(self._group(call, 1, kept), 1e-7)
         groups = 5
         calls = max(1, min(int(self._budget / groups / once), 10000))
-        return max(median(self._group(call, calls) for _ in range(groups)), 1e-9)
+        return max(median(self._group(call, calls, kept) for _ in range(groups)), 1e-9)
 
-    def _group(self, call: Callable[[], object], calls: int) -> float:
+    def _group(self, call: Callable[[], object], calls: int, kept: deque[object]) -> float:
         if self._device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
@@ -106,11 +104,17 @@ class Clock:
             end.record()
             torch.cuda.synchronize()
             return start.elapsed_time(end) / 1000 / calls
-        kept: deque[object] = deque(maxlen=_KEPT)
         began = time.process_time()
         for _ in range(calls):
             kept.append(call())
         return (time.process_time() - began) / calls
+
+
+def _size(result: object) -> int:
+    """Bytes of a tensor, or of several."""
+    if isinstance(result, torch.Tensor):
+        return result.nbytes
+    return sum(map(_size, result)) if isinstance(result, tuple) else 0
 
 
 def operators(device: torch.device, size: Size, say: Say) -> dict[str, Any]:
@@ -247,74 +251,58 @@ def host(
 
     model, batch   with so many layers, and of so many samples
     """
-    few, many = (_host(model(layers).to(device), batch(1), size) for layers in (1, 4))
-    layer = [max(many[place][0] - few[place][0], 0.0) / 3 for place in (0, 1)]
-    one, four = (
-        step_seconds(model(1).to(device), batch(samples), size, num_microbatches=samples) for samples in (1, 4)
-    )
-    microbatch = max(four - one, 0.0) / 3
-    found = {"around": max(microbatch - sum(layer), 0.0), "step": max(one - microbatch, 0.0), "layer": sum(layer)}
-    plain, whole, in_part = (
-        step_seconds(model(4).to(device), batch(1), size, num_microbatches=1, gradient_checkpoint_config=config)
-        for config in (
-            None,
-            PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0),
-            PipelineGradientCheckpointConfig(selective_ratio=1.0),
-        )
-    )
-    found["again"] = max((whole - plain) / 4 - layer[0], 0.0)
-    found["again in part"] = max((in_part - plain) / 4 - layer[0] / 2, 0.0)
+    few, many = (_Loop(model(layers).to(device), batch(1)) for layers in (1, 4))
+    rounds = rounds_of(size)
+    times = np.array([[loop.seconds() for loop in (few, many)] for _ in range(_WARM + rounds)])[_WARM:]
+    layer = [least(times[:, 1, place] - times[:, 0, place]) / 3 for place in (0, 1)]
+    steps = {
+        "one": step_of(model(1).to(device), batch(1), num_microbatches=1),
+        "four": step_of(model(1).to(device), batch(4), num_microbatches=4),
+    }
+    for name, config in (
+        ("plain", None),
+        ("whole", PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)),
+        ("in part", PipelineGradientCheckpointConfig(selective_ratio=1.0)),
+    ):
+        steps[name] = step_of(model(4).to(device), batch(1), num_microbatches=1, gradient_checkpoint_config=config)
+    taken = Turns(steps, rounds).processor
+    microbatch = (taken["four"] - taken["one"]) / 3
+    found = {
+        "around": max(least(microbatch) - sum(layer), 0.0),
+        "step": least(taken["one"] - microbatch),
+        "layer": sum(layer),
+        "again": max(least(taken["whole"] - taken["plain"]) / 4 - layer[0], 0.0),
+        "again in part": max(least(taken["in part"] - taken["plain"]) / 4 - layer[0] / 2, 0.0),
+    }
     for place, name in enumerate(("forward", "backward")):
-        found[name] = 3 * layer[place] / max(many[place][1] - few[place][1], 1)
+        found[name] = 3 * layer[place] / max(many.operators[place] - few.operators[place], 1)
     return found
 
 
-def step_seconds(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    size: Size,
-    clock: Callable[[], float] = time.process_time,
-    **options: Any,
-) -> float:
-    """For a step through the Booster. All ranks of the job step together."""
-    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **options))
-    boosted: Any
-    optimizer: Any
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    times = []
-    for _ in range(_repeats(size)):
-        dist.barrier()
-        began = clock()
-        booster.execute_pipeline(iter([batch]), boosted, lambda outputs, _: loss_of(outputs), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(clock() - began)
-    return median(times[_WARM:])
+def rounds_of(size: Size) -> int:
+    return max(9, round(200 * size.budget))
 
 
-def _repeats(size: Size) -> int:
-    return _WARM + max(9, round(200 * size.budget))
+class _Loop:
+    """A forward and a backward without the Booster. operators: of both"""
 
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        self._model, self._batch = model, batch
+        counted = Operators()
+        with counted:
+            counted.part = "forward"
+            loss = model(**batch).loss
+            counted.part = "backward"
+            loss.backward()
+            counted.part = ""
+        self.operators = [sum(counted.calls[name].values()) for name in ("forward", "backward")]
 
-def _host(model: nn.Module, batch: Mapping[str, Any], size: Size) -> Sequence[tuple[float, int]]:
-    """Seconds and operators, forward and backward."""
-    counted = Operators()
-    with counted:
-        counted.part = "forward"
-        loss = model(**batch).loss
-        counted.part = "backward"
-        loss.backward()
-        counted.part = ""
-    times: list[list[float]] = [[], []]
-    for _ in range(_repeats(size)):
+    def seconds(self) -> tuple[float, float]:
+        """Of both, of the processor."""
         marks = [time.process_time()]
-        loss = model(**batch).loss
+        loss = self._model(**self._batch).loss
         marks.append(time.process_time())
         loss.backward()
         marks.append(time.process_time())
-        for place in (0, 1):
-            times[place].append(marks[place + 1] - marks[place])
-        model.zero_grad()
-    times = [own[_WARM:] for own in times]
-    numbers = [sum(counted.calls[name].values()) for name in ("forward", "backward")]
-    return [(median(own), number) for own, number in zip(times, numbers, strict=True)]
+        self._model.zero_grad()
+        return marks[1] - marks[0], marks[2] - marks[1]

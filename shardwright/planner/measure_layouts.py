@@ -1,20 +1,31 @@
 """What the processor of a CPU rank takes for being one of several, for `calibration`: steps of models that have hardly
-anything to compute, in layouts of two ranks, beside the same models alone.
+anything to compute, in layouts of two ranks, which take turns.
+
+    step = layers * (layer + what the layout adds to it) + (what is around them) + (what the layout adds to a step)
+
+A layer on one of two busy ranks takes longer than alone; how much longer a pipeline tells, which adds nothing to it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 
-from .measure import Size, step_seconds
+from .measure import Size, rounds_of
+from .measure_turns import Turns, least, step_of
 
-_LAYERS = 4  # and 1
+_FEW, _MANY = 2, 8  # layers
 _COLLECTIVES = 4  # of a layer of Llama that two tensor-parallel ranks share, forward and backward
+_LEAST, _MOST = 0.5, 4.0  # times; beyond, it is the measurement that is wrong
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tp_size": 2},
+    "": {"zero_stage": 1},
+    "gathering ": {"zero_stage": 3},
+}
 
 
 def layouts(
@@ -28,33 +39,43 @@ def layouts(
     model, batch   with so many layers; of so many samples, which begin with a number
     alone          what `measure.host` has found
     """
-
-    def step(layers: int, samples: int = 1, begin: int = 0, **options: Any) -> float:
-        """The mean of both ranks."""
-        everywhere = [0.0, 0.0]
-        own = step_seconds(model(layers), batch(samples, begin), size, **options)
-        dist.all_gather_object(everywhere, own)
-        return sum(everywhere) / 2
-
-    def of_layer(**options: Any) -> tuple[float, float]:
-        """For a layer, and for a step beside layers, what is more than alone."""
-        few, many = step(1, **options), step(_LAYERS, **options)
-        layer = (many - few) / (_LAYERS - 1)
-        return max(layer - alone["layer"], 0.0), max(few - layer - alone["around"] - alone["step"], 0.0)
-
-    tensors = len(list(model(2).parameters())) - len(list(model(1).parameters()))
-    found = {
-        "collective": of_layer(tp_size=2)[0] / _COLLECTIVES,
-        "answered": of_layer(tp_size=2, clock=time.perf_counter)[0] / _COLLECTIVES,
+    steps: dict[str, Callable[[], None]] = {}
+    for layers in (_FEW, _MANY):
+        for name, options in _LAYOUTS.items():
+            begin = 0 if "tp_size" in options else dist.get_rank()
+            steps[f"{name}{layers}"] = step_of(model(layers), batch(1, begin), **options)
+        for style in ("1f1b", "zb"):
+            for samples in (1, 4):
+                piped: dict[str, Any] = {"pp_size": 2, "pp_style": style, "num_microbatches": samples}
+                steps[f"{style}{layers} {samples}"] = step_of(model(layers), batch(samples, 0), **piped)
+    turns = Turns(steps, rounds_of(size))
+    taken, more = turns.processor, _MANY - _FEW
+    microbatch = {
+        f"{style}{layers}": (taken[f"{style}{layers} 4"] - taken[f"{style}{layers} 1"]) / 3
+        for style in ("1f1b", "zb")
+        for layers in (_FEW, _MANY)
     }
-    for stage, name in ((1, ""), (3, "gathering ")):
-        hooks, found[f"{name}replicas"] = of_layer(zero_stage=stage, begin=dist.get_rank())
-        found[f"{name}hooks"] = hooks / tensors
-    microbatch = {}
-    for style in ("1f1b", "zb"):
-        one, four = (step(_LAYERS, samples, pp_size=2, pp_style=style, num_microbatches=samples) for samples in (1, 4))
-        microbatch[style] = (four - one) / 3
-    computed = (_LAYERS * alone["layer"] + alone["around"]) / 2
-    found["action"] = max(microbatch["1f1b"] - computed, 0.0) / 2
-    found["waiting"] = max(microbatch["zb"] - microbatch["1f1b"], 0.0) / (_LAYERS / 2)
-    return found
+    layer = (microbatch[f"1f1b{_MANY}"] - microbatch[f"1f1b{_FEW}"]) / (more / 2)
+    slower = float(np.clip(np.median(layer) / alone["layer"], _LEAST, _MOST)) if alone["layer"] else 1.0
+    around, step = slower * alone["around"], slower * alone["step"]
+    found = {
+        "action": max(least(microbatch[f"1f1b{_FEW}"] - layer * _FEW / 2) - around / 2, 0.0) / 2,
+        "waiting": least(microbatch[f"zb{_MANY}"] - microbatch[f"1f1b{_MANY}"]) / (_MANY / 2),
+    }
+    tensors = (len(list(model(_MANY).parameters())) - len(list(model(_FEW).parameters()))) / more
+    for name in _LAYOUTS:
+        for clock, times in (("", taken), (" by the clock", turns.clock)):
+            own = (times[f"{name}{_MANY}"] - times[f"{name}{_FEW}"]) / more
+            found[f"{name}layer{clock}"] = least(own - layer)
+        beside = taken[f"{name}{_FEW}"] - (taken[f"{name}{_MANY}"] - taken[f"{name}{_FEW}"]) * _FEW / more
+        found[f"{name}replicas"] = max(least(beside) - around - step, 0.0)
+    return {
+        "collective": found["tensorlayer"] / _COLLECTIVES,
+        "answered": found["tensorlayer by the clock"] / _COLLECTIVES,
+        "hooks": found["layer"] / tensors,
+        "replicas": found["replicas"],
+        "gathering hooks": found["gathering layer"] / tensors,
+        "gathering replicas": found["gathering replicas"],
+        "action": found["action"],
+        "waiting": found["waiting"],
+    }

@@ -1,12 +1,16 @@
 """What steps of whole models take on CPU ranks, over what is predicted from a calibration without them.
 
-    shares(make_model, calibration, measured)       measured: by ranks, what `seconds` returns
+    shares(make_model, calibration, measured)       measured: by ranks, what `steps` returns
 
 One after the other in a loop, operators find their operands in the caches; in a step they fetch them, and memory that
 the allocator has from the system. The host, too, was measured in a loop, on busy cores. Some steps tell how much longer
 or shorter either takes, from one whose operators are large to one that keeps the host busy:
 
     measured = operators * (seconds of operators) + host * (seconds of the host) + (what is sent)
+
+By the clock ranks wait for the slowest of them, whenever they meet:
+
+    measured by the clock = waits * (what is told of a step)
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from ..lazy import LazyInitContext
 from ..plugins import HybridParallelPlugin
 from .calibration import Calibration, calibrated
-from .measure import Size, step_seconds
+from .measure import Size, rounds_of
+from .measure_turns import Turns, least, step_of
 from .replay import Job
 from .step_times import Profiled, shape_of
 
@@ -48,45 +54,67 @@ class Reference(NamedTuple):
         return {"input_ids": ids, "labels": ids}
 
 
-REFERENCES = (Reference(256, 128, 1), Reference(256, 32, 4), Reference(128, 64, 2), Reference(64, 16, 2))
+# some of whose widths are no powers of two, of which products take longer than of those around them
+REFERENCES = (
+    Reference(256, 32, 4),
+    Reference(224, 128, 1),
+    Reference(160, 64, 2),
+    Reference(128, 128, 1),
+    Reference(96, 64, 2),
+    Reference(64, 16, 2),
+)
 WORDS = 1024
 _SAMPLES = 4
 _LEAST, _MOST = 0.25, 4.0  # times; beyond, it is the measurement that is wrong
 
 
-def seconds(model: MakeModel, rank: int, world: int, size: Size) -> list[float]:
-    """By reference: of a rank's processor, for a step, the mean over the job, whose rank this process is."""
-    own = [
-        step_seconds(model(reference.width, WORDS), reference.batch(rank), size, **reference.options)
-        for reference in REFERENCES
-    ]
-    everywhere = [own] * world
-    dist.all_gather_object(everywhere, own)
-    return [sum(each) / world for each in zip(*everywhere, strict=True)]
+class Steps(NamedTuple):
+    """Seconds, by reference: of a rank's processor, the mean over ranks, and by the clock."""
+
+    processor: Sequence[float]
+    clock: Sequence[float]
 
 
-def shares(model: MakeModel, found: Calibration, measured: Mapping[int, Sequence[float]]) -> dict[str, list[float]]:
+def steps(model: MakeModel, size: Size) -> Steps:
+    """This process must be a rank of a job."""
+    every = {
+        str(number): step_of(model(reference.width, WORDS), reference.batch(dist.get_rank()), **reference.options)
+        for number, reference in enumerate(REFERENCES)
+    }
+    taken = Turns(every, rounds_of(size))
+    return Steps(*([least(times[name]) for name in every] for times in (taken.processor, taken.clock)))
+
+
+def shares(model: MakeModel, found: Calibration, measured: Mapping[int, Steps]) -> dict[str, list[float]]:
     """`Calibration.whole`. This process must be in no process group."""
     return {str(world): _shares(model, found, world, taken) for world, taken in measured.items()}
 
 
-def _shares(model: MakeModel, found: Calibration, world: int, taken: Sequence[float]) -> list[float]:
-    """Of operators and of the host."""
-    steps = [_Step(model, world, reference) for reference in REFERENCES]
+def _shares(model: MakeModel, found: Calibration, world: int, measured: Steps) -> list[float]:
+    """Of operators, of the host, and by the clock."""
+    every = [_Step(model, world, reference) for reference in REFERENCES]
 
-    def predicted(operators: float, host: float) -> Any:
-        known = replace(found, whole={str(world): (operators, host)})
-        return np.array([step.seconds(known) for step in steps])
+    def told(operators: float, host: float) -> NDArray[np.float64]:
+        """[steps, (processor, clock)]"""
+        known = replace(found, whole={str(world): (operators, host, 1.0)})
+        return np.array([step.seconds(known) for step in every])
 
-    operators, host, all_of_it = predicted(1.0, 0.0), predicted(0.0, 1.0), predicted(1.0, 1.0)
+    operators, host = _of_processor(lambda *times: told(*times)[:, 0], np.array(measured.processor))
+    waits = float(np.median(np.array(measured.clock) / told(operators, host)[:, 1]))
+    return [operators, host, min(max(waits, 1.0), _MOST)]
+
+
+def _of_processor(told: Callable[[float, float], NDArray[Any]], taken: NDArray[Any]) -> tuple[float, float]:
+    operators, host, all_of_it = told(1.0, 0.0), told(0.0, 1.0), told(1.0, 1.0)
     sent = operators + host - all_of_it
     terms = np.stack([operators - sent, host - sent], axis=1)
-    terms, own = terms / np.array(taken)[:, None], 1 - sent / np.array(taken)  # each step counts as much
+    terms, own = terms / taken[:, None], 1 - sent / taken  # each step counts as much
     times, _, rank, _ = np.linalg.lstsq(terms, own, rcond=1e-2)
     if rank == 2 and (times > _LEAST).all() and (times < _MOST).all():
-        return [float(each) for each in times]
+        return float(times[0]), float(times[1])
     both = float((terms.sum(-1) @ own) / (terms.sum(-1) ** 2).sum())  # the two cannot be told apart
-    return [min(max(both, _LEAST), _MOST)] * 2
+    both = min(max(both, _LEAST), _MOST)
+    return both, both
 
 
 class _Step:
@@ -97,10 +125,11 @@ class _Step:
         self._world = world
         self._profiled = Profiled(job, shape_of(job, world), "cpu")
 
-    def seconds(self, found: Calibration) -> float:
-        """Of a rank's processor."""
+    def seconds(self, found: Calibration) -> tuple[float, float]:
+        """Of a rank's processor, and by the clock."""
         machine = calibrated(found, "fp32", self._world)
-        return self._profiled.estimator(self._world, machine).estimate(simulated=False).processor
+        told = self._profiled.estimator(self._world, machine).estimate(simulated=False)
+        return told.processor, told.seconds
 
 
 def _plugin(reference: Reference, **changes: Any) -> HybridParallelPlugin:

@@ -206,7 +206,9 @@ def test_ranks_share_the_cores() -> None:
 def test_whole_steps_tell_operators_and_host_apart(
     taken: tuple[float, float], expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two models, one of which has 0.4 s of operators and 0.1 of the host, and the other 0.1 and 0.2."""
+    """Of two models, one of which has 0.4 s of operators and 0.1 of the host, and the other 0.1 and 0.2; by the clock
+    they take half as long again as is told.
+    """
     monkeypatch.setattr(measure_steps, "REFERENCES", measure_steps.REFERENCES[:2])
     own = dict(zip(measure_steps.REFERENCES, ((0.4, 0.1), (0.1, 0.2)), strict=True))
 
@@ -214,23 +216,29 @@ def test_whole_steps_tell_operators_and_host_apart(
         def __init__(self, model: Any, world: int, reference: Any) -> None:
             self.times = own[reference]
 
-        def seconds(self, found: Calibration) -> float:
-            operators, host = found.whole["2"]
-            return operators * self.times[0] + host * self.times[1] + 0.02
+        def seconds(self, found: Calibration) -> tuple[float, float]:
+            operators, host, _ = found.whole["2"]
+            told = operators * self.times[0] + host * self.times[1] + 0.02
+            return told, 2 * told
 
     monkeypatch.setattr(measure_steps, "_Step", Step)
-    found = measure_steps.shares(lambda *_: None, made(), {2: taken})  # type: ignore[arg-type,return-value]
-    assert found["2"] == pytest.approx(expected)
+    clock = [3 * (expected[0] * times[0] + expected[1] * times[1] + 0.02) for times in own.values()]
+    measured = measure_steps.Steps(taken, clock)
+    found = measure_steps.shares(lambda *_: None, made(), {2: measured})  # type: ignore[arg-type,return-value]
+    assert found["2"] == pytest.approx([*expected, 1.5])
 
 
 def test_times_of_whole_steps_count_for_operators_and_host() -> None:
     plain = made()
-    known = replace(plain, whole={"1": (3.0, 5.0), "8": (2.0, 0.5)})
+    known = replace(plain, whole={"1": (3.0, 5.0, 1.0), "8": (2.0, 0.5, 1.25)})
     call = {Operator("product", 2**26, 2**20): 1.0}
     one, other = (calibrated(each, "fp32", world_size=6) for each in (plain, known))
     assert other.computing(call) == pytest.approx(2 * one.computing(call))
     assert other.starting(call) == pytest.approx(one.starting(call) / 2)
     assert (other.step, other.around) == (one.step / 2, one.around / 2)
+    task = Task(other, 0.0, False, 2, 1e9, 6)
+    found = Estimator(task, rates(PROFILE, None, other, 1), Layout(1, 1, 1, 6, 1, "1f1b", 1, 1, 2)).estimate(True)
+    assert found.seconds == pytest.approx(5 * found.parts["waiting for others"])
 
 
 def test_gradients_are_added_where_they_are_kept() -> None:
@@ -389,9 +397,8 @@ def test_layouts_of_two_ranks_are_measured() -> None:
     assert one == other
     kinds = {f"{place}{kind}" for place in ("", "gathering ") for kind in ("hooks", "replicas")}
     assert set(one) == {"collective", "answered", "action", "waiting"} | kinds
-    for noisy in ("waiting", "answered"):  # what zb takes beyond 1F1B, and a time by the clock
-        assert 0 <= one.pop(noisy) < 1
-    assert all(1e-7 < seconds < 1 for seconds in one.values()), one
+    assert all(0 <= seconds < 1 for seconds in one.values()), one  # small differences, of which a busy machine leaves 0
+    assert one["replicas"] > 1e-7  # the whole step: nothing was said of one alone
 
 
 def _links(rank: int, world_size: int) -> Any:
