@@ -22,7 +22,7 @@ from torch import nn
 
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from .calibration import Point
-from .measure_turns import Turns, least, step_of
+from .measure_turns import Turns, step_of, typical
 from .operators import Operators, attention_flops
 
 Say = Callable[[str], None]
@@ -254,7 +254,7 @@ def host(
     few, many = (_Loop(model(layers).to(device), batch(1)) for layers in (1, 4))
     rounds = rounds_of(size)
     times = np.array([[loop.seconds() for loop in (few, many)] for _ in range(_WARM + rounds)])[_WARM:]
-    layer = [least(times[:, 1, place] - times[:, 0, place]) / 3 for place in (0, 1)]
+    layer = [typical(times[:, 1, place] - times[:, 0, place]) / 3 for place in (0, 1)]
     steps = {
         "one": step_of(model(1).to(device), batch(1), num_microbatches=1),
         "four": step_of(model(1).to(device), batch(4), num_microbatches=4),
@@ -268,11 +268,11 @@ def host(
     taken = Turns(steps, rounds).processor
     microbatch = (taken["four"] - taken["one"]) / 3
     found = {
-        "around": max(least(microbatch) - sum(layer), 0.0),
-        "step": least(taken["one"] - microbatch),
+        "around": max(typical(microbatch) - sum(layer), 0.0),
+        "step": typical(taken["one"] - microbatch),
         "layer": sum(layer),
-        "again": max(least(taken["whole"] - taken["plain"]) / 4 - layer[0], 0.0),
-        "again in part": max(least(taken["in part"] - taken["plain"]) / 4 - layer[0] / 2, 0.0),
+        "again": max(typical(taken["whole"] - taken["plain"]) / 4 - layer[0], 0.0),
+        "again in part": max(typical(taken["in part"] - taken["plain"]) / 4 - layer[0] / 2, 0.0),
     }
     for place, name in enumerate(("forward", "backward")):
         found[name] = 3 * layer[place] / max(many.operators[place] - few.operators[place], 1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .measure import Size, rounds_of
-from .measure_turns import Turns, least, step_of
+from .measure_turns import Turns, step_of, typical
 
 _FEW, _MANY = 2, 8  # layers
 _COLLECTIVES = 4  # of a layer of Llama that two tensor-parallel ranks share, forward and backward
@@ -59,16 +59,16 @@ def layouts(
     slower = float(np.clip(np.median(layer) / alone["layer"], _LEAST, _MOST)) if alone["layer"] else 1.0
     around, step = slower * alone["around"], slower * alone["step"]
     found = {
-        "action": max(least(microbatch[f"1f1b{_FEW}"] - layer * _FEW / 2) - around / 2, 0.0) / 2,
-        "waiting": least(microbatch[f"zb{_MANY}"] - microbatch[f"1f1b{_MANY}"]) / (_MANY / 2),
+        "action": max(typical(microbatch[f"1f1b{_FEW}"] - layer * _FEW / 2) - around / 2, 0.0) / 2,
+        "waiting": typical(microbatch[f"zb{_MANY}"] - microbatch[f"1f1b{_MANY}"]) / (_MANY / 2),
     }
     tensors = (len(list(model(_MANY).parameters())) - len(list(model(_FEW).parameters()))) / more
     for name in _LAYOUTS:
         for clock, times in (("", taken), (" by the clock", turns.clock)):
             own = (times[f"{name}{_MANY}"] - times[f"{name}{_FEW}"]) / more
-            found[f"{name}layer{clock}"] = least(own - layer)
+            found[f"{name}layer{clock}"] = typical(own - layer)
         beside = taken[f"{name}{_FEW}"] - (taken[f"{name}{_MANY}"] - taken[f"{name}{_FEW}"]) * _FEW / more
-        found[f"{name}replicas"] = max(least(beside) - around - step, 0.0)
+        found[f"{name}replicas"] = max(typical(beside) - around - step, 0.0)
     return {
         "collective": found["tensorlayer"] / _COLLECTIVES,
         "answered": found["tensorlayer by the clock"] / _COLLECTIVES,

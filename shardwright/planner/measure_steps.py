@@ -30,7 +30,7 @@ from ..lazy import LazyInitContext
 from ..plugins import HybridParallelPlugin
 from .calibration import Calibration, calibrated
 from .measure import Size, rounds_of
-from .measure_turns import Turns, least, step_of
+from .measure_turns import Turns, step_of, typical
 from .replay import Job
 from .step_times import Profiled, shape_of
 
@@ -54,7 +54,7 @@ class Reference(NamedTuple):
         return {"input_ids": ids, "labels": ids}
 
 
-# some of whose widths are no powers of two, of which products take longer than of those around them
+# of several widths, some of which were not measured: how far a table is off differs from one to the other
 REFERENCES = (
     Reference(256, 32, 4),
     Reference(224, 128, 1),
@@ -82,7 +82,7 @@ def steps(model: MakeModel, size: Size) -> Steps:
         for number, reference in enumerate(REFERENCES)
     }
     taken = Turns(every, rounds_of(size))
-    return Steps(*([least(times[name]) for name in every] for times in (taken.processor, taken.clock)))
+    return Steps(*([typical(times[name]) for name in every] for times in (taken.processor, taken.clock)))
 
 
 def shares(model: MakeModel, found: Calibration, measured: Mapping[int, Steps]) -> dict[str, list[float]]:

@@ -41,7 +41,8 @@ class Turns:
                 if number >= _WARM:
                     own[:, place, number - _WARM] = time.process_time() - began[0], time.perf_counter() - began[1]
         everywhere = [own] * dist.get_world_size()
-        dist.all_gather_object(everywhere, own)
+        if len(everywhere) > 1:
+            dist.all_gather_object(everywhere, own)
         stacked = np.stack(everywhere)
         self.processor: dict[str, Seconds] = dict(zip(names, stacked[:, 0].mean(0), strict=True))
         self.clock: dict[str, Seconds] = dict(zip(names, stacked[:, 1].max(0), strict=True))
@@ -62,6 +63,6 @@ def step_of(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Calla
     return step
 
 
-def least(seconds: Seconds) -> float:
-    """The median over rounds, if that is more than nothing."""
+def typical(seconds: Seconds) -> float:
+    """The median over rounds; of a difference that comes out negative, 0."""
     return max(float(np.median(seconds)), 0.0)
