@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ HELP = "check a layout against a model and show stages, bytes, schedule and coll
 # torch, transformers and what imports them are imported in functions, so that `--help` answers at once.
 
 _MOST_RANKS = 2**20
+_SILENT = 5.0  # seconds
 
 # Options that are arguments of HybridParallelPlugin, by type; their defaults are the plugin's.
 _WHOLE = (
@@ -373,15 +375,27 @@ def _replay(
         batch_of(model, args.batch_size, args.seq_len, args.target_len),
     )
     if args.html is None:
-        found = peaks(job, args.world_size)
+        found = peaks(job, args.world_size, say=_Progress("replaying "))
         return _Replayed(found.peaks, dict(job.batch), found.note)
     from .plan_page.page import chosen
 
     machine = plan_search.device(args)
-    found = peaks(job, args.world_size, chosen)
+    found = peaks(job, args.world_size, chosen, _Progress("replaying "))
     shape = args.batch_size, args.seq_len
     text = plan_page.page_of(job, args.world_size, layout, attention, found, machine, *shape)
     return _Replayed(found.peaks, dict(job.batch), found.note, text)
+
+
+class _Progress:
+    """Says on stderr what long work is at, from some seconds on."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing, self._began = doing, time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        passed = time.monotonic() - self._began
+        if passed > _SILENT:
+            print(f"{passed:4.0f} s  {self._doing}{what}", file=sys.stderr, flush=True)
 
 
 def _lazy(config: Any) -> Any:

@@ -36,7 +36,7 @@ from .holders import KEPT, Holders
 from .live_bytes import LiveBytes
 from .places import Place, like, places
 from .repeats import Class, More, extend, is_steady
-from .replay import LOOKED_AT, Book, Job, Peak, counts_host, joined, replay
+from .replay import LOOKED_AT, Book, Job, Peak, counts_host, joined, replay, silent
 from .segments import BEFORE, OPTIMIZER, Amounts, Segment, Segments
 from .shorter import SEEN, NotShorterError, Shorter, changes, kinds_of, microbatches_left, shorten, shorter
 
@@ -109,14 +109,14 @@ class _Real:
 Chosen = Callable[[Sequence[Peak]], Collection[int]]
 
 
-def peaks(job: Job, world_size: int, curves_of: Chosen | None = None) -> Found:
-    """This process must be in no process group."""
+def peaks(job: Job, world_size: int, curves_of: Chosen | None = None, say: Callable[[str], None] = silent) -> Found:
+    """This process must be in no process group. `say` is told what comes next."""
     gc.collect()
     gc.freeze()  # what is there now need not be looked through behind every rank
     try:
         rough = dict[str, None]()
         every = _Peaks(job, world_size)
-        found = every.found(rough)
+        found = every.found(rough, say)
         curves = [every.curve(rank) for rank in sorted(curves_of(found))] if curves_of is not None else []
         return Found(found, rough=tuple(rough), curves=tuple(curves), experts=every.experts)
     except NotShorterError as error:
@@ -124,7 +124,7 @@ def peaks(job: Job, world_size: int, curves_of: Chosen | None = None) -> Found:
     finally:
         gc.unfreeze()
     every_curve: list[Curve] | None = [] if curves_of is not None else None
-    found = replay(job, world_size, every_curve)
+    found = replay(job, world_size, every_curve, say)
     wanted = curves_of(found) if curves_of is not None else ()
     curves = [curve for curve in every_curve or () if curve.rank in wanted]
     return Found(found, why, curves=tuple(curves), experts=has_experts(job.model()))
@@ -142,17 +142,19 @@ class _Peaks:
         self._books: dict[Shorter, Book] = {}
         self._replayed: dict[int, tuple[Sequence[_Rank], list[tuple[int, ...]]]] = {}  # by rank: see `_peak`
 
-    def found(self, rough: dict[str, None]) -> list[Peak]:
+    def found(self, rough: dict[str, None], say: Callable[[str], None]) -> list[Peak]:
         """One of every class of ranks is replayed; those that lie between the first and the last are mostly alike."""
         by_class: dict[Hashable, list[_Rank]] = {}
         found = []
         for rank in range(self._real.plan.placement.num_ranks):
             seen = SEEN
+            say(f"pipeline rank {rank} of {self._real.plan.placement.num_ranks}")
             replayed, further = self._of_rank(rank, seen, by_class)
             while seen < _MOST_SEEN and not all(replayed[0].is_steady(other) for other in replayed[1:]):
                 seen *= 2
                 replayed, further = self._of_rank(rank, seen, by_class)
             if not _buckets_come_again(replayed, further):
+                say(f"pipeline rank {rank}, all layers, since several share a bucket of gradients")
                 replayed, further = self._of_rank(rank, len(self._real.kinds), by_class)
             self._replayed[rank] = replayed, further
             found.append(_peak(self._real, rank, replayed, further, rough))

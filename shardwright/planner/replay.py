@@ -76,13 +76,22 @@ class Peak(NamedTuple):
     held: tuple[tuple[str, int], ...]
 
 
-def replay(job: Job, world_size: int, curves: list[Curve] | None = None) -> list[Peak]:
-    """By pipeline rank; `curves` are added to. This process must be in no process group."""
+def silent(what: str) -> None:
+    """Where nobody wants to know what long work is at."""
+
+
+def replay(
+    job: Job, world_size: int, curves: list[Curve] | None = None, say: Callable[[str], None] = silent
+) -> list[Peak]:
+    """By pipeline rank; `curves` are added to, and `say` is told what comes next. This process must be in no process
+    group.
+    """
     book = Book()
     with joined(0, world_size):
         members = job.plugin().mesh.ranks("pp")
 
     def replayed(place: int) -> tuple[Peak, Placement]:
+        say(f"pipeline rank {place} of {len(members)}, whole")
         with joined(members[place], world_size):
             return _replay_rank(job, job.plugin(), book, curves)
 

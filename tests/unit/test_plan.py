@@ -82,6 +82,20 @@ def test_check_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 ranks = dp 2 x pp 2 x tp 2" in text
 
 
+def test_long_replays_say_on_stderr_what_they_are_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.cli.plan._SILENT", -1.0)
+    given = (
+        "--model llama-tiny --world-size 2 --pp-size 2 --batch-size 2 --num-microbatches 2 --seq-len 8 --peak --json"
+    )
+    assert main(["plan", *given.split()]) == 0
+    told = capsys.readouterr()
+    assert len(json.loads(told.out)["peaks"]) == 2
+    for rank in range(2):
+        assert f"s  replaying pipeline rank {rank} of 2" in told.err
+
+
 def test_check_tells_the_peak_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "--check --model llama-tiny --world-size 2 --pp-size 2 --batch-size 2 --seq-len 8"
     status, text = plan(capsys, f"{asked} --peak")
