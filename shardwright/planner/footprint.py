@@ -136,7 +136,8 @@ class Footprint:
 
         At stage 3 weights of units that are gathered one by one come to it (`zero.unit_gatherer`): ahead as many as
         take the memory of the largest unit, at least one. The head of a tied model is the unit of the table, behind
-        which the first layers come in a forward; its last layer, with which a backward begins, stays.
+        which the first layers come in a forward; its last layer, with which a backward begins, stays. Layers come
+        ahead of a head's backward when it has begun.
         """
         rest, layer = self._rates.rest, self._rates.layer.parameters
         layers, head = self._transient
@@ -144,7 +145,8 @@ class Footprint:
             return max(held + head, self._at_table + unfilled)
         table, behind = self._at_ends
         ahead = min(max(int(max(table, behind, layer) / max(layer, 1.0)), 1), self._rates.layers - 1)
-        at_head = (table + (ahead + 1) * layer, table + layer) if self._task.tied else (behind, behind)
+        coming = ahead if rest.backward_top > rest.early_top else 0  # when the head's weight gradient is there
+        at_head = (table + (ahead + 1) * layer, table + layer) if self._task.tied else (behind, behind + coming * layer)
         return max(
             held + layers + self.itemsize * (ahead + 1) * layer,
             held + rest.forward_top + self.itemsize * at_head[0],
