@@ -1,7 +1,7 @@
 """What the planner predicts beside what others have published, and beside replays of whole layouts.
 
     python benchmarks/planner.py published        steps and memory of layouts in public tables
-    python benchmarks/planner.py memory           what the search estimates beside `shardwright plan --peak`, 28 layouts
+    python benchmarks/planner.py memory           what the search estimates beside `shardwright plan --peak`, 32 layouts
 
 Nothing here measures a device.
 """
