@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import Booster
+from shardwright.planner.measure_turns import take_turns
 
 Batch = dict[str, torch.Tensor]
 Step = Callable[[Batch], torch.Tensor]
@@ -47,19 +47,8 @@ class Turns:
     @classmethod
     def take(cls, steps: Mapping[str, Callable[[int], object]], rounds: int, *, warm_up: int = 0) -> Turns:
         """steps    by name; called with the number of the round, from 0 on, warm-up included"""
-        names = list(steps)
-        wall: dict[str, list[float]] = {name: [] for name in names}
-        cpu: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(warm_up + rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                _arrive()
-                begin, begin_cpu = time.perf_counter(), time.process_time()
-                steps[name](number)
-                _synchronize()
-                if number >= warm_up:
-                    wall[name].append(time.perf_counter() - begin)
-                    cpu[name].append(time.process_time() - begin_cpu)
+        own = take_turns(steps, rounds, warm_up, _arrive, _synchronize)
+        wall, cpu = ({name: times[kind].tolist() for name, times in own.items()} for kind in (0, 1))
         return cls(*_over_ranks(wall, cpu))
 
     def summary(self, base: str) -> dict[str, dict[str, float]]:

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 from .measure import Size, rounds_of
-from .measure_turns import Turns, step_of, typical
+from .measure_turns import Seconds, Turns, step_of, typical
 
 _FEW, _MANY = 2, 8  # layers
 _COLLECTIVES = 4  # of a layer of Llama that two tensor-parallel ranks share, forward and backward
 _LEAST, _MOST = 0.5, 4.0  # times; beyond, it is the measurement that is wrong
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tp_size": 2},
-    "": {"zero_stage": 1},
-    "gathering ": {"zero_stage": 3},
+    "replicas": {"zero_stage": 1},
+    "gathering": {"zero_stage": 3},
 }
 
 
@@ -39,7 +39,7 @@ def layouts(
     model, batch   with so many layers; of so many samples, which begin with a number
     alone          what `measure.host` has found
     """
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Callable[[int], None]] = {}
     for layers in (_FEW, _MANY):
         for name, options in _LAYOUTS.items():
             begin = 0 if "tp_size" in options else dist.get_rank()
@@ -50,32 +50,31 @@ def layouts(
                 steps[f"{style}{layers} {samples}"] = step_of(model(layers), batch(samples, 0), **piped)
     turns = Turns(steps, rounds_of(size))
     taken, more = turns.processor, _MANY - _FEW
-    microbatch = {
-        f"{style}{layers}": (taken[f"{style}{layers} 4"] - taken[f"{style}{layers} 1"]) / 3
-        for style in ("1f1b", "zb")
-        for layers in (_FEW, _MANY)
-    }
-    layer = (microbatch[f"1f1b{_MANY}"] - microbatch[f"1f1b{_FEW}"]) / (more / 2)
+
+    def microbatch(style: str, layers: int) -> Seconds:
+        return (taken[f"{style}{layers} 4"] - taken[f"{style}{layers} 1"]) / 3
+
+    def layer_of(name: str, times: Mapping[str, Seconds] = taken) -> Seconds:
+        return (times[f"{name}{_MANY}"] - times[f"{name}{_FEW}"]) / more
+
+    layer = (microbatch("1f1b", _MANY) - microbatch("1f1b", _FEW)) / (more / 2)
     slower = float(np.clip(np.median(layer) / alone["layer"], _LEAST, _MOST)) if alone["layer"] else 1.0
     around, step = slower * alone["around"], slower * alone["step"]
-    found = {
-        "action": max(typical(microbatch[f"1f1b{_FEW}"] - layer * _FEW / 2) - around / 2, 0.0) / 2,
-        "waiting": typical(microbatch[f"zb{_MANY}"] - microbatch[f"1f1b{_MANY}"]) / (_MANY / 2),
-    }
     tensors = (len(list(model(_MANY).parameters())) - len(list(model(_FEW).parameters()))) / more
-    for name in _LAYOUTS:
-        for clock, times in (("", taken), (" by the clock", turns.clock)):
-            own = (times[f"{name}{_MANY}"] - times[f"{name}{_FEW}"]) / more
-            found[f"{name}layer{clock}"] = typical(own - layer)
-        beside = taken[f"{name}{_FEW}"] - (taken[f"{name}{_MANY}"] - taken[f"{name}{_FEW}"]) * _FEW / more
-        found[f"{name}replicas"] = max(typical(beside) - around - step, 0.0)
+
+    def hook_of(name: str) -> float:
+        return typical(layer_of(name) - layer) / tensors
+
+    def beside(name: str) -> float:
+        return max(typical(taken[f"{name}{_FEW}"] - _FEW * layer_of(name)) - around - step, 0.0)
+
     return {
-        "collective": found["tensorlayer"] / _COLLECTIVES,
-        "answered": found["tensorlayer by the clock"] / _COLLECTIVES,
-        "hooks": found["layer"] / tensors,
-        "replicas": found["replicas"],
-        "gathering hooks": found["gathering layer"] / tensors,
-        "gathering replicas": found["gathering replicas"],
-        "action": found["action"],
-        "waiting": found["waiting"],
+        "collective": typical(layer_of("tensor") - layer) / _COLLECTIVES,
+        "answered": typical(layer_of("tensor", turns.clock) - layer) / _COLLECTIVES,
+        "hooks": hook_of("replicas"),
+        "replicas": beside("replicas"),
+        "gathering hooks": hook_of("gathering"),
+        "gathering replicas": beside("gathering"),
+        "action": max(typical(microbatch("1f1b", _FEW) - layer * _FEW / 2) - around / 2, 0.0) / 2,
+        "waiting": typical(microbatch("zb", _MANY) - microbatch("1f1b", _MANY)) / (_MANY / 2),
     }

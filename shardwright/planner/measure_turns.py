@@ -23,39 +23,56 @@ _WARM = 3  # rounds that do not count: in the first steps a loss is looked into
 Seconds = NDArray[np.float64]  # [rounds]
 
 
+def take_turns(
+    steps: Mapping[str, Callable[[int], object]],
+    rounds: int,
+    warm_up: int,
+    arrive: Callable[[], object],
+    finish: Callable[[], object],
+) -> dict[str, NDArray[np.float64]]:
+    """Seconds of this process by name, [(clock, processor), rounds]. A round runs every step once, each time begun by
+    another.
+
+    steps   called with the number of the round, from 0 on, warm-up included
+    arrive  before a step, which is not timed; `finish` behind it, which is
+    """
+    names = list(steps)
+    found = {name: np.zeros((2, rounds)) for name in names}
+    for number in range(warm_up + rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            arrive()
+            began = time.perf_counter(), time.process_time()
+            steps[name](number)
+            finish()
+            if number >= warm_up:
+                found[name][:, number - warm_up] = time.perf_counter() - began[0], time.process_time() - began[1]
+    return found
+
+
 class Turns:
     """Seconds of what took turns, by name: of a rank's processor, the mean over ranks, and by the clock, the slowest
     rank's.
     """
 
-    def __init__(self, steps: Mapping[str, Callable[[], object]], rounds: int) -> None:
+    def __init__(self, steps: Mapping[str, Callable[[int], object]], rounds: int) -> None:
         """All ranks of the job take part."""
-        names = list(steps)
-        own = np.zeros((2, len(names), rounds))
-        for number in range(_WARM + rounds):
-            for shift in range(len(names)):
-                place = (number + shift) % len(names)
-                dist.barrier()
-                began = time.process_time(), time.perf_counter()
-                steps[names[place]]()
-                if number >= _WARM:
-                    own[:, place, number - _WARM] = time.process_time() - began[0], time.perf_counter() - began[1]
+        own = take_turns(steps, rounds, _WARM, dist.barrier, lambda: None)
         everywhere = [own] * dist.get_world_size()
         if len(everywhere) > 1:
             dist.all_gather_object(everywhere, own)
-        stacked = np.stack(everywhere)
-        self.processor: dict[str, Seconds] = dict(zip(names, stacked[:, 0].mean(0), strict=True))
-        self.clock: dict[str, Seconds] = dict(zip(names, stacked[:, 1].max(0), strict=True))
+        self.clock: dict[str, Seconds] = {name: np.max([each[name][0] for each in everywhere], 0) for name in own}
+        self.processor: dict[str, Seconds] = {name: np.mean([each[name][1] for each in everywhere], 0) for name in own}
 
 
-def step_of(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Callable[[], None]:
-    """A training step through the Booster."""
+def step_of(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Callable[[int], None]:
+    """A training step through the Booster, for `take_turns`."""
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **options))
     boosted: Any
     optimizer: Any
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
 
-    def step() -> None:
+    def step(number: int) -> None:
         booster.execute_pipeline(iter([batch]), boosted, lambda outputs, _: loss_of(outputs), optimizer)
         optimizer.step()
         optimizer.zero_grad()

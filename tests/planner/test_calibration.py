@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwright.cli.main import main
 from shardwright.cluster.launch import launch
-from shardwright.planner import measure, measure_steps
+from shardwright.planner import measure, measure_layouts, measure_steps
 from shardwright.planner.answer import search_arguments
 from shardwright.planner.calibration import FORMAT, Calibration, Point, Rates, calibrated, read, write
 from shardwright.planner.candidate import Layout, Task
@@ -399,6 +400,46 @@ def test_layouts_of_two_ranks_are_measured() -> None:
     assert set(one) == {"collective", "answered", "action", "waiting"} | kinds
     assert all(0 <= seconds < 1 for seconds in one.values()), one  # small differences, of which a busy machine leaves 0
     assert one["replicas"] > 1e-7  # the whole step: nothing was said of one alone
+
+
+def test_what_ranks_cost_is_what_steps_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer takes 1 ms, twice as long as alone, and so does what is around layers, for a microbatch 2 ms, and for a
+    step, 1 ms. What the machine does beside it is in all steps of a round.
+    """
+    added = {"tensor": 4e-3, "replicas": 2 * 1e-4, "gathering": 2 * 5e-4}  # for a layer, of two tensors
+    busy = np.array([0.0, 0.2, 0.0, 0.5, 0.0])
+
+    class Rounds:
+        def __init__(self, steps: Any, rounds: int) -> None:
+            self.processor = {name: self._of(name) + busy for name in steps}
+            self.clock = {name: times + 3e-3 * int(name[-1]) for name, times in self.processor.items()}
+
+        def _of(self, name: str) -> float:
+            layout, layers = name.split()[0][:-1], int(name.split()[0][-1])
+            if " " not in name:
+                return layers * (1e-3 + added[layout]) + 3e-3 + {"replicas": 7e-3, "gathering": 9e-3}.get(layout, 0.0)
+            waiting = 6e-4 if layout == "zb" else 0.0
+            return 5e-2 + int(name.split()[1]) * (layers / 2 * (1e-3 + waiting) + 2e-3 / 2 + 2 * 8e-4)
+
+    monkeypatch.setattr(measure_layouts, "Turns", Rounds)
+    monkeypatch.setattr(measure_layouts, "step_of", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    alone = {"layer": 5e-4, "around": 1e-3, "step": 5e-4}
+    found = layouts(lambda n: torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(n))), _nothing, TINY, alone)
+    assert found == {
+        "collective": pytest.approx(1e-3),
+        "answered": pytest.approx((4e-3 + 3e-3) / 4),
+        "hooks": pytest.approx(1e-4),
+        "replicas": pytest.approx(7e-3),
+        "gathering hooks": pytest.approx(5e-4),
+        "gathering replicas": pytest.approx(9e-3),
+        "action": pytest.approx(8e-4),
+        "waiting": pytest.approx(6e-4),
+    }
+
+
+def _nothing(samples: int, begin: int) -> dict[str, Any]:
+    return {}
 
 
 def _links(rank: int, world_size: int) -> Any:
