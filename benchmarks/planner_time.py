@@ -160,7 +160,7 @@ def main() -> None:
             [median(taken.wall[name]) / IN_A_ROW for name in names],
         )
         found = replace(found, whole={**found.whole, **shares(wide_llama, found, {world: own})})
-        print(f"{world} ranks: operators, host and clock, in those of the file: {found.whole[str(world)]}")
+        print(f"{world} ranks: operators, host and waits, in those of the file: {found.whole[str(world)]}")
         for name, options in layouts.items():
             wall, cpu = predict(world, options, found)
             rows[name] = {

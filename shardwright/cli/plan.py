@@ -375,27 +375,27 @@ def _replay(
         batch_of(model, args.batch_size, args.seq_len, args.target_len),
     )
     if args.html is None:
-        found = peaks(job, args.world_size, say=_Progress("replaying "))
+        found = peaks(job, args.world_size, say=_teller())
         return _Replayed(found.peaks, dict(job.batch), found.note)
     from .plan_page.page import chosen
 
     machine = plan_search.device(args)
-    found = peaks(job, args.world_size, chosen, _Progress("replaying "))
+    found = peaks(job, args.world_size, chosen, _teller())
     shape = args.batch_size, args.seq_len
     text = plan_page.page_of(job, args.world_size, layout, attention, found, machine, *shape)
     return _Replayed(found.peaks, dict(job.batch), found.note, text)
 
 
-class _Progress:
-    """Says on stderr what long work is at, from some seconds on."""
+def _teller() -> Callable[[str], None]:
+    """Says on stderr what a replay is at, from some seconds on."""
+    began = time.monotonic()
 
-    def __init__(self, doing: str) -> None:
-        self._doing, self._began = doing, time.monotonic()
-
-    def __call__(self, what: str) -> None:
-        passed = time.monotonic() - self._began
+    def say(what: str) -> None:
+        passed = time.monotonic() - began
         if passed > _SILENT:
-            print(f"{passed:4.0f} s  {self._doing}{what}", file=sys.stderr, flush=True)
+            print(f"{passed:4.0f} s  replaying {what}", file=sys.stderr, flush=True)
+
+    return say
 
 
 def _lazy(config: Any) -> Any:

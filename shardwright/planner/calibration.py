@@ -307,7 +307,7 @@ class Whole(NamedTuple):
 
     operators: float = 1.0
     host: float = 1.0
-    clock: float = 1.0
+    waits: float = 1.0
 
 
 def _whole(found: Calibration, ranks: int) -> Whole:
@@ -365,7 +365,7 @@ def calibrated(
         machine = replace(machine, inside=links, between=between * 1e9 if between else links)
         known |= {"per_node": per_node or world_size, "cores": found.device["cores"], "device": "cpu"}
         whole = _whole(found, world_size)
-        known["waits"] = whole.clock
+        known["waits"] = whole.waits
         host = {name: (whole.host if name in _ALONE else 1) * seconds for name, seconds in found.host.items()}
         known |= {"around": host["around"], "step": host["step"], "host": _host(host)}
     else:

@@ -110,7 +110,7 @@ class Footprint:
         do, and those that stages add up, have their own.
         """
         layer = self._rates.layer
-        tensors = [share * layer.parameters for share in reversed(layer.shares or (1.0,))]
+        tensors = [share * layer.parameters for share in reversed(self._rates.shares or (1.0,))]
         again = sum(self._recomputed(stage.layers)) if self._splits else 0
         parts = [[stage.behind, *tensors * (stage.layers - again)], tensors * again]
         if self._task.tied and self._layout.pp > 1:

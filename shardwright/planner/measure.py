@@ -23,7 +23,7 @@ from torch import nn
 from ..pipeline.checkpointing import PipelineGradientCheckpointConfig
 from .calibration import Point
 from .measure_turns import Turns, step_of, typical
-from .operators import Operators, attention_flops
+from .operators import Operators, attention_flops, bytes_of
 
 Say = Callable[[str], None]
 _WARM = 3  # passes of a model that do not count
@@ -88,7 +88,7 @@ class Clock:
     def seconds(self, call: Callable[[], object]) -> float:
         """Of one: the median of several groups of calls, behind some that do not count."""
         call()
-        kept: deque[object] = deque(maxlen=max(1, min(_KEPT // max(_size(call()), 1), _MOST_KEPT)))
+        kept: deque[object] = deque(maxlen=max(1, min(_KEPT // max(bytes_of(call()), 1), _MOST_KEPT)))
         once = max(self._group(call, 1, kept), 1e-7)
         groups = 5
         calls = max(1, min(int(self._budget / groups / once), 10000))
@@ -108,13 +108,6 @@ class Clock:
         for _ in range(calls):
             kept.append(call())
         return (time.process_time() - began) / calls
-
-
-def _size(result: object) -> int:
-    """Bytes of a tensor, or of several."""
-    if isinstance(result, torch.Tensor):
-        return result.nbytes
-    return sum(map(_size, result)) if isinstance(result, tuple) else 0
 
 
 def operators(device: torch.device, size: Size, say: Say) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def shares(model: MakeModel, found: Calibration, measured: Mapping[int, Steps]) 
 
 
 def _shares(model: MakeModel, found: Calibration, world: int, measured: Steps) -> list[float]:
-    """Of operators, of the host, and by the clock."""
+    """Of operators, of the host, and of waits."""
     every = [_Step(model, world, reference) for reference in REFERENCES]
 
     def told(operators: float, host: float) -> NDArray[np.float64]:

@@ -63,27 +63,28 @@ class Operators(TorchDispatchMode):
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operator | None:
     name = func._schema.name
     if func.namespace == "c10d":
-        return Operator(name.removeprefix("c10d::").strip("_"), 0, _bytes(args[0]))
+        return Operator(name.removeprefix("c10d::").strip("_"), 0, bytes_of(args[0]))
     if func.namespace != "aten":
         return None
     aliases = [each.alias_info for each in func._schema.returns]
     if func in _FREE or any(alias is not None and not alias.is_write for alias in aliases):
         return None  # a view, or room for what comes
-    moved = _bytes((args, kwargs, result))
+    moved = bytes_of((args, kwargs, result))
     if not moved:
         return None
     if "scaled_dot_product" in name:
-        return Operator("attention", _attention_flops(name, args), moved, _bytes(result))
+        return Operator("attention", _attention_flops(name, args), moved, bytes_of(result))
     if "_grouped_mm" in name:
         groups = args[1].shape[0] if args[0].dim() > 2 else 1
-        return Operator("product", 2 * args[0].numel() * args[1].shape[-1] // groups, moved, _bytes(result))
+        return Operator("product", 2 * args[0].numel() * args[1].shape[-1] // groups, moved, bytes_of(result))
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
-        return Operator("product", int(count(*args, **kwargs, out_val=result)), moved, _bytes(result))
+        return Operator("product", int(count(*args, **kwargs, out_val=result)), moved, bytes_of(result))
     return Operator("other", 0, moved)
 
 
-def _bytes(tree: Any) -> int:
+def bytes_of(tree: Any) -> int:
+    """Of the tensors in nested lists."""
     tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors if not isinstance(leaf, LazyLogits))
 

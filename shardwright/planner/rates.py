@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from .machines import COMPUTED, Machine
 from .operators import Operator
@@ -29,8 +28,7 @@ class PartCost:
     calls, calls_back  in how many collectives
     flops              of a forward
     made               bytes that products and attention give in a forward
-    tensors            that the parameters are in, and
-    shares             what each has of them
+    tensors            that the parameters are in
     early_top          bytes of a backward before any weight gradient
     end_top            bytes that the end of a backward needs; 0: not seen
     """
@@ -51,26 +49,27 @@ class PartCost:
     flops: float
     made: float
     tensors: float
-    shares: tuple[float, ...]
     early_top: float
     end_top: float
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of microbatches of `samples`."""
+    """Of microbatches of `samples`. shares: what each tensor of a layer has of its parameters, in the model's order"""
 
     layer: PartCost
     rest: PartCost
     layers: int
     along: bool
     samples: float
+    shares: tuple[float, ...] = ()
 
 
 def rates(few: Profile, many: Profile | None, machine: Machine, ranks: int, samples: float = 1.0) -> Rates:
     """For `ranks` tensor-parallel ranks, from the profiles of few and of many."""
     layer, rest = (_part(few, many, machine, ranks, samples, index) for index in range(len(Parts._fields)))
-    return Rates(layer, rest, few.layers, few.along and ranks > 1, samples)
+    shares = next(iter(few.parts.values())).layer.shares
+    return Rates(layer, rest, few.layers, few.along and ranks > 1, samples, shares)
 
 
 def _part(few: Profile, many: Profile | None, machine: Machine, ranks: int, samples: float, index: int) -> PartCost:
@@ -88,9 +87,8 @@ def _part(few: Profile, many: Profile | None, machine: Machine, ranks: int, samp
     first, second = (_part(few, many, machine, ranks, size, index) for size in (low, high))
     share = (samples - low) / (high - low)
 
-    def between(name: str) -> Any:
-        one, other = getattr(first, name), getattr(second, name)
-        return one if name == "shares" else max((1 - share) * one + share * other, 0.0)
+    def between(name: str) -> float:
+        return max((1 - share) * getattr(first, name) + share * getattr(second, name), 0.0)
 
     return PartCost(*(between(each.name) for each in fields(PartCost)))
 
@@ -128,7 +126,6 @@ def _replayed(
         between(lambda part: part.flops),
         between(lambda part: sum(call.made * number for call, number in part.forward.items())),
         one.tensors,
-        one.shares,
         between(lambda part: part.early_top),
         between(lambda part: part.end_top),
     )
