@@ -9,7 +9,7 @@ single numbers, tables of ones (which masks of floating dtype are made of) and w
 fakes, and messages, are over at once. What a host reads off a fake is made up: a loss of 1, a condition that does not
 hold.
 
-Of a job of GPUs attention is one kernel also where it drops out, which on a CPU it is not.
+Of a job of GPUs attention and dropout are kernels that a CPU does not have (`fused_kernels`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.nn import functional
 
 from ..comm.compat import finished_work
 from ..models.dry_run import nonzero_of
 from ..utils.device import chosen_as_for
 from ..utils.pytree import TorchDispatchMode
-from ..utils.torch_names import SDPA
 from .fake_kernels import find_fake
+from .fused_kernels import fused_kernels
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -75,7 +74,7 @@ class Fakes(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._stack.enter_context(_addresses())
         if chosen_as_for("cpu") == "cuda":
-            self._stack.enter_context(_fused_attention())
+            self._stack.enter_context(fused_kernels())
         return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
@@ -122,40 +121,6 @@ class Fakes(TorchDispatchMode):
             if func is _aten.detach.default and weakref.getweakrefcount(result):
                 result = func(*args, **kwargs)
         return result
-
-
-@contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Inside, SDPA of fakes drops nothing out: kernels of GPUs draw what they drop again in backward, and keep no more
-    for it. A bias that is trained goes to the one kernel of theirs that has a gradient for it, in place of scores.
-    """
-
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if not is_fake(query):
-            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if attn_mask is not None and attn_mask.requires_grad and query.shape[:2] == key.shape[:2]:
-            bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-            found = _aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, True, 0.0, is_causal, scale=scale
-            )
-            out: torch.Tensor = found[0]
-            return out
-        return SDPA(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-    functional.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = SDPA
 
 
 @contextmanager

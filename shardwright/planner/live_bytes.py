@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +20,7 @@ from ..kernels.lazy_logits import LazyLogits
 from ..utils.pytree import TorchDispatchMode
 from ..utils.streams import makes_host_memory
 from .fakes import has_memory
+from .gradient_sums import GradientSums
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -76,6 +77,7 @@ class LiveBytes(TorchDispatchMode):
         host: bool = True,
     ) -> None:
         super().__init__()
+        self._sums = GradientSums()
         self._given = given
         self._host = host
         self._label = label
@@ -89,9 +91,15 @@ class LiveBytes(TorchDispatchMode):
         self.during = ""
         self.points: list[Point] | None = None
 
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._sums.learn()
+        return self
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        func = self._sums.unwatched(func, args)
         result = func(*args, **(kwargs or {}))
         if func is _DEVICE:
             return result

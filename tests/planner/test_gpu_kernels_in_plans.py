@@ -76,6 +76,26 @@ def test_attention_with_a_trained_bias_is_one_kernel() -> None:
             assert [tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in given] == [True] * 4
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_keeps_truth_values(training: bool) -> None:
+    """A byte of every element; on a CPU a number of its dtype. In place that is so on GPUs, too."""
+    shape = (48, 256)
+
+    def drop(x: Tensor) -> Tensor:
+        return torch.nn.Dropout(0.1).train(training)(x)
+
+    def drop_in_place(x: Tensor) -> Tensor:
+        return F.dropout(x.clone(), 0.1, training, inplace=True)
+
+    numbers = 48 * 256 * training
+    with planning_for("cuda"):
+        assert kept(drop, shape) == numbers
+        assert kept(drop_in_place, shape) == 2 * numbers
+    with planning_for("cpu"):
+        assert kept(drop, shape) == 2 * numbers
+    assert F.dropout.__module__ == "torch.nn.functional"
+
+
 def test_norms_keep_what_their_kernel_keeps() -> None:
     rows, columns = 48, 256
     with planning_for("cuda"):

@@ -73,6 +73,7 @@ PRIVATE_TORCH_ALLOWED = {
     "ops/compiled_sequence": "giving up on a graph with a reason: no public name",
     "planner/fake_kernels": "fakes, and what they are made of",
     "planner/fakes": "tensors without memory, which have no public name",
+    "planner/gradient_sums": "how often a tensor is referred to, and autograd's engine, which have no public name",
     "planner/live_bytes": "whether a storage lives, which has no public name",
     "testing/matrix/cell": "a backend of dynamo with another table of decompositions: no public name",
     "utils/labels": "whether a profiler records, which has no public name",
