@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -43,12 +44,12 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Of one layout; `counts` are layers of every stage, where it is known how the model is cut."""
+    """Of one layout; `cut` are the layers of every stage, where it is known how the model is cut."""
 
-    def __init__(self, task: Task, rates: Rates, layout: Layout, counts: Sequence[int] | None = None) -> None:
+    def __init__(self, task: Task, rates: Rates, layout: Layout, cut: Sequence[range] | None = None) -> None:
         assert rates.samples == layout.samples / layout.sp
         self._task, self._rates, self._layout = task, rates, layout
-        self._given = counts
+        self._given = cut
         self._exactly = False  # whether the stages are those that the cut makes
 
     # What stages hold and take. `stages` counts all chunks of all ranks.
@@ -63,19 +64,17 @@ class Estimator:
         layer, rest = self._rates.layer, self._rates.rest
         return (rest.forward + rest.backward) / max(layer.forward + layer.backward, 1e-12)
 
-    @property
-    def _most(self) -> int:
-        """Layers of the largest stage."""
-        return max(self._counts)
-
     @cached_property
     def _footprint(self) -> Footprint:
-        return Footprint(self._task, self._rates, self._layout, self._counts)
+        return Footprint(self._task, self._rates, self._layout, self._cut)
 
     @cached_property
-    def _actions(self) -> tuple[float, float, float]:
-        """Seconds of a layer's forward, backward, and of what of its backward can wait."""
-        layer, layout = self._rates.layer, self._layout
+    def _by_kind(self) -> list[tuple[float, float, float]]:
+        """Seconds of a layer's forward, backward, and of what of its backward can wait, of each kind."""
+        return [self._actions_of(kind) for kind in self._rates.kinds]
+
+    def _actions_of(self, layer: PartCost) -> tuple[float, float, float]:
+        layout = self._layout
         sent = [self._tensor(layer.sent, layer.calls), self._tensor(layer.sent_back, layer.calls_back) * _BEHIND]
         ring = self._sequence()
         forward = layer.forward + layer.start + sent[0] + ring
@@ -87,17 +86,33 @@ class Estimator:
             backward += host.waiting
         return forward, backward, layer.forward
 
+    def _actions(self, layers: range) -> tuple[float, float, float]:
+        """The same of all these layers together."""
+        numbers = self._rates.numbers(layers)
+        forward, backward, late = (
+            sum(number * own[index] for number, own in zip(numbers, self._by_kind, strict=True)) for index in range(3)
+        )
+        return forward, backward, late
+
+    @property
+    def _every(self) -> range:
+        return range(self._rates.layers)
+
     @cached_property
+    def _of_stages(self) -> list[tuple[float, float, float]]:
+        return [self._actions(layers) for layers in self._cut]
+
     def _stalls(self) -> float:
-        """Seconds of a layer's forward and backward that wait for what ZeRO-3 gathers and reduces meanwhile. Chunks of
-        pipelines are gathered as a whole.
+        """Seconds of all layers' forwards and backwards that wait for what ZeRO-3 gathers and reduces meanwhile. Chunks
+        of pipelines are gathered as a whole.
         """
-        layout, parameters = self._layout, self._rates.layer.parameters
-        if layout.zero < 3 or layout.pp > 1:
-            return 0.0
-        forward, backward, _ = self._actions
-        gather, reduce = self._among_data(self._footprint.itemsize * parameters), self._among_data(4 * parameters)
-        return max(gather - forward, 0.0) + max(gather + reduce - backward, 0.0)
+        found = 0.0
+        numbers = self._rates.numbers(self._every)
+        for number, kind, (forward, backward, _) in zip(numbers, self._rates.kinds, self._by_kind, strict=True):
+            gather = self._among_data(self._footprint.itemsize * kind.parameters)
+            reduce = self._among_data(4 * kind.parameters)
+            found += number * (max(gather - forward, 0.0) + max(gather + reduce - backward, 0.0))
+        return found
 
     def _among_data(self, size: float) -> float:
         """Seconds of gathering or reducing so many bytes over the ranks that share an optimizer."""
@@ -145,32 +160,34 @@ class Estimator:
         )
 
     @cached_property
-    def _counts(self) -> list[int]:
+    def _cut(self) -> list[range]:
         """Layers of every stage, as the cut deals them; where only formulas are asked for, about so: the last one has
         fewer, for its head, and the first ones.
         """
-        layers, stages, layout = self._rates.layers, self._stages, self._layout
         if self._given is not None:
             return list(self._given)
+        layers, stages, layout = self._rates.layers, self._stages, self._layout
         if stages == 1:
-            return [layers]
+            return [self._every]
         if self._task.ends is not None and self._exactly:
             placement = self._schedule[0].placement
-            return list(dealt(layers, self._task.ends, placement, layout.whole, layout.selective))
-        last = min(max(round((layers + self._head) / stages - self._head), 0), layers - stages + 1)
-        each, more = divmod(layers - last, stages - 1)
-        return [each + (index >= stages - 1 - more) for index in range(stages - 1)] + [last]
+            counts = list(dealt(layers, self._task.ends, placement, layout.whole, layout.selective))
+        else:
+            last = min(max(round((layers + self._head) / stages - self._head), 0), layers - stages + 1)
+            each, more = divmod(layers - last, stages - 1)
+            counts = [each + (index >= stages - 1 - more) for index in range(stages - 1)] + [last]
+        bounds = accumulate(counts, initial=0)
+        return [range(low, high) for low, high in pairwise(bounds)]
 
     # Time.
 
     def estimate(self, simulated: bool) -> Estimate:
         layout, machine = self._layout, self._task.machine
         self._exactly = simulated
-        forward, backward, late = self._actions
         computing = self._computing()
-        length = self._simulated() if simulated and layout.pp > 1 else self._by_formula(forward, backward, late)
+        length = self._simulated() if simulated and layout.pp > 1 else self._by_formula()
         parts = {"computing": computing, "pipeline": max(length - computing, 0.0)}
-        parts |= self._data(backward)
+        parts |= self._data()
         parameters = self._footprint.parameters()
         shared = parameters / (layout.dp if layout.zero else 1)
         step = self._task.step
@@ -195,8 +212,7 @@ class Estimator:
 
     def _computing(self) -> float:
         """Of a rank with its share of everything, all microbatches."""
-        forward, backward, _ = self._actions
-        whole = self._rates.layers * (forward + backward) + sum(self._rest)
+        whole = sum(self._actions(self._every)[:2]) + sum(self._rest)
         return self._layout.count * (whole / self._layout.pp + 2 * self._layout.chunks * self._action)
 
     @property
@@ -254,17 +270,18 @@ class Estimator:
             )
         return found
 
-    def _by_formula(self, forward: float, backward: float, late: float) -> float:
+    def _by_formula(self) -> float:
         layout = self._layout
-        dearest = layout.chunks * (self._most * (forward + backward) + 2 * self._action)
-        last = self._counts[-1] * (forward + backward) + sum(self._rest) + 2 * self._action
         if layout.pp == 1:
-            return layout.count * (self._rates.layers * (forward + backward) + sum(self._rest))
-        dearest = max(dearest, last)
+            return self._computing()
+        dearest = layout.chunks * (
+            max(forward + backward for forward, backward, _ in self._of_stages) + 2 * self._action
+        )
+        forward, backward, _ = self._of_stages[-1]
+        dearest = max(dearest, forward + backward + sum(self._rest) + 2 * self._action)
+        idle = dearest
         if STYLES[layout.style].splits:
-            idle = dearest - 2 * self._most * layout.chunks * late
-        else:
-            idle = dearest
+            idle -= 2 * layout.chunks * max(late for _, _, late in self._of_stages)
         return layout.count * dearest + (layout.pp - 1) * (idle / layout.chunks + 2 * self._message)
 
     @cached_property
@@ -282,12 +299,10 @@ class Estimator:
     @cached_property
     def costs(self) -> Costs:
         """Seconds of every stage's actions."""
-        forward, backward, late = self._actions
         rest = self._rest
-        counts = self._counts
-        forwards = [count * forward + self._action for count in counts]
-        grads = [count * (backward - late) + self._action for count in counts]
-        weights = [count * late for count in counts]
+        forwards = [forward + self._action for forward, _, _ in self._of_stages]
+        grads = [backward - late + self._action for _, backward, late in self._of_stages]
+        weights = [late for _, _, late in self._of_stages]
         forwards[-1] += rest[0]
         grads[-1] += rest[1] / 2
         weights[-1] += rest[1] / 2
@@ -317,7 +332,7 @@ class Estimator:
         count = min(layout.count, _ROUNDS * layout.pp)
         return _schedule(layout.style, layout.pp, count, layout.chunks), count
 
-    def _data(self, backward: float) -> dict[str, float]:
+    def _data(self) -> dict[str, float]:
         """What of gradients and weights on their way is not hidden: see `data_rounds`."""
         layout = self._layout
         if layout.dp * layout.sp < 2:
@@ -325,11 +340,11 @@ class Estimator:
         rounds = data_rounds(layout)
         parameters = self._footprint.parameters()
         # behind the backward of the last layers of a microbatch; of ZeRO-3 without a pipeline see `_stalls`
-        hidden = 0.9 * self._most * layout.chunks * backward
+        hidden = 0.9 * layout.chunks * max(backward for _, backward, _ in self._of_stages)
         reduced = self._among_data(4 * parameters) * (1 if layout.zero else 2)
         exposed = rounds.reduced * max(reduced - hidden, 0.0)
         if layout.zero == 3 and layout.pp == 1:
-            exposed = layout.count * self._rates.layers * self._stalls
+            exposed = layout.count * self._stalls()
         gathered = self._among_data(self._footprint.itemsize * parameters)
         if layout.zero == 3:  # the first of a step is waited for; others come while chunks compute
             whole = self._rates.rest.parameters if layout.pp == 1 else parameters / layout.chunks

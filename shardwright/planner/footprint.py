@@ -27,18 +27,19 @@ _I, _W = KINDS.index(Kind.I), KINDS.index(Kind.W)
 
 
 class _Stage(NamedTuple):
-    """Elements before its layers, how many layers it has, and elements behind them."""
+    """Elements before its layers, these, elements behind them, and how often it looks up the table."""
 
     before: float
-    layers: int
+    layers: range
     behind: float
+    lookups: int = 0
 
 
 class Footprint:
-    """Of a layout whose stages have so many layers, `counts`, of all chunks of all ranks."""
+    """Of a layout whose stages, all chunks of all ranks, have the layers of `cut`."""
 
-    def __init__(self, task: Task, rates: Rates, layout: Layout, counts: Sequence[int]) -> None:
-        self._task, self._rates, self._layout, self._counts = task, rates, layout, counts
+    def __init__(self, task: Task, rates: Rates, layout: Layout, cut: Sequence[range]) -> None:
+        self._task, self._rates, self._layout, self._cut = task, rates, layout, cut
 
     @property
     def hidden(self) -> float:
@@ -57,10 +58,18 @@ class Footprint:
 
     def parameters(self) -> float:
         """Elements of the first rank, which mostly has most of them."""
-        layer, rest, layout = self._rates.layer, self._rates.rest, self._layout
+        layout = self._layout
         if layout.pp == 1:
-            return self._rates.layers * layer.parameters + rest.parameters
-        return self._counts[0] * layout.chunks * layer.parameters + max(self._at_ends)
+            return self._of_layers(range(self._rates.layers)) + self._rates.rest.parameters
+        return self._of_layers(self._cut[0]) * layout.chunks + max(self._at_ends)
+
+    def _of_layers(self, layers: range) -> float:
+        """Elements of these layers."""
+        return self._rates.total("parameters", layers)
+
+    def _largest(self, layers: Sequence[range]) -> float:
+        """Elements of the largest of these layers."""
+        return max(kind.parameters for kind in self._rates.present(layers))
 
     @property
     def _at_ends(self) -> tuple[float, float]:
@@ -87,13 +96,13 @@ class Footprint:
 
     def _reducing(self, stages: Sequence[_Stage]) -> float:
         """For gradients on their way (`zero.reducer`), of a rank with these stages: two buckets, or pieces of them."""
-        layout, layer = self._layout, self._rates.layer
+        layout = self._layout
         if layout.dp * layout.sp == 1 or layout.zero < 2:
             return 0.0
         least = self._bucket
         if layout.zero == 3:
-            units = [size for stage in stages for size in (stage.before, stage.behind, layer.parameters)]
-            buckets = [max(units)] * 2
+            largest_layer = self._largest([stage.layers for stage in stages])
+            buckets = [max(largest_layer, *(size for stage in stages for size in (stage.before, stage.behind)))] * 2
         else:
             buckets = [size for stage in stages for part in self._buckets(stage) for size in part]
         pieces = [ceil(size / (2 * least)) for size in buckets]
@@ -109,10 +118,17 @@ class Footprint:
         """Elements of those that a stage fills, from its end on. Gradients that do not wait in a schedule where others
         do, and those that stages add up, have their own.
         """
-        layer = self._rates.layer
-        tensors = [share * layer.parameters for share in reversed(self._rates.shares or (1.0,))]
+        rates = self._rates
+        of_kind = [
+            [share * kind.parameters for share in reversed(shares or (1.0,))]
+            for kind, shares in zip(rates.kinds, rates.shares or ((),) * len(rates.kinds), strict=True)
+        ]
         again = sum(self._recomputed(stage.layers)) if self._splits else 0
-        parts = [[stage.behind, *tensors * (stage.layers - again)], tensors * again]
+
+        def tensors(layers: range) -> list[float]:
+            return [size for layer in reversed(layers) for size in of_kind[rates.order[layer]]]
+
+        parts = [[stage.behind, *tensors(stage.layers[again:])], tensors(stage.layers[:again])]
         if self._task.tied and self._layout.pp > 1:
             parts.append([stage.before])
         else:
@@ -139,12 +155,13 @@ class Footprint:
         which the first layers come in a forward; its last layer, with which a backward begins, stays. Layers come
         ahead of a head's backward when it has begun.
         """
-        rest, layer = self._rates.rest, self._rates.layer.parameters
-        layers, head = self._transient
+        rest, every = self._rates.rest, range(self._rates.layers)
+        layer = self._largest([every])
+        layers, head = self._transient([every])
         if self._layout.zero < 3:
             return max(held + head, self._at_table + unfilled)
         table, behind = self._at_ends
-        ahead = min(max(int(max(table, behind, layer) / max(layer, 1.0)), 1), self._rates.layers - 1)
+        ahead = min(max(int(max(table, behind, layer) / max(layer, 1.0)), 1), len(every) - 1)
         coming = ahead if rest.backward_top > rest.early_top else 0  # when the head's weight gradient is there
         at_head = (table + (ahead + 1) * layer, table + layer) if self._task.tied else (behind, behind + coming * layer)
         return max(
@@ -154,18 +171,25 @@ class Footprint:
             self._at_table + self.itemsize * table,
         )
 
-    def _kept(self, layers: int) -> float:
+    def _kept(self, layers: range) -> float:
         """Of the layers of a stage, of a microbatch."""
-        layer = self._rates.layer
         whole, selective = self._recomputed(layers)
-        # what products gave, of which the last result goes into the next layer's inputs (`ops.keeping`)
-        in_part = min(self._kept_whole + max(layer.made - self.hidden, 0.0), layer.kept)
-        return whole * self._kept_whole + selective * in_part + (layers - whole - selective) * layer.kept
+        second, third = layers[whole : whole + selective], layers[whole + selective :]
+        numbers = self._rates.numbers(second)
+        in_part = sum(number * each for number, each in zip(numbers, self._kept_in_part, strict=True))
+        return whole * self._kept_whole + in_part + self._rates.total("kept", third)
 
-    def _recomputed(self, layers: int) -> tuple[int, int]:
+    @cached_property
+    def _kept_in_part(self) -> list[float]:
+        """By kind, of a layer that is recomputed without its products: what these gave, of which the last result goes
+        into the next layer's inputs (`ops.keeping`).
+        """
+        return [min(self._kept_whole + max(kind.made - self.hidden, 0.0), kind.kept) for kind in self._rates.kinds]
+
+    def _recomputed(self, layers: range) -> tuple[int, int]:
         """Layers of a stage that are, as a whole and in part; shares are rounded down, as the plugin has it."""
-        whole = int(self._layout.whole * layers)
-        return whole, min(int(self._layout.selective * layers), layers - whole)
+        whole = int(self._layout.whole * len(layers))
+        return whole, min(int(self._layout.selective * len(layers)), len(layers) - whole)
 
     @property
     def _kept_whole(self) -> float:
@@ -177,12 +201,14 @@ class Footprint:
             return hidden
         return 2 * hidden * (1 + 1 / tp if self._rates.along else 1)
 
-    @cached_property
-    def _transient(self) -> tuple[float, float]:
-        """Of the layers, and where the head is too."""
-        layer, rest, layout = self._rates.layer, self._rates.rest, self._layout
-        again = layer.kept if layout.whole or layout.selective else 0.0
-        of_layers = max(layer.forward_top, layer.backward_top + again)
+    def _transient(self, layers: Sequence[range]) -> tuple[float, float]:
+        """Of these layers, and where the head is too."""
+        rest, layout = self._rates.rest, self._layout
+        recomputes = layout.whole or layout.selective
+        of_layers = max(
+            max(kind.forward_top, kind.backward_top + (kind.kept if recomputes else 0.0))
+            for kind in self._rates.present(layers)
+        )
         # a weight gradient that waits is computed when the others' memory has gone
         waits = self._splits and layout.zero < 3
         of_head = max(rest.forward_top, rest.early_top if waits else rest.backward_top)
@@ -195,21 +221,26 @@ class Footprint:
 
     @property
     def _at_table(self) -> float:
-        """Of the end of a backward where the table is, when all of the microbatch has gone: its gradient in the dtype
-        of the weights, and as it is added up.
-        """
-        added = 4 if self._task.half and not (self._splits and self._layout.zero < 2) else 0
+        """Of the end of a backward where the table is, when all of the microbatch has gone."""
         if self._layout.pp == 1 and self._rates.rest.end_top:
             return self._rates.rest.end_top
+        return self._table_gradient(1)
+
+    def _table_gradient(self, lookups: int) -> float:
+        """In the dtype of the weights, and as it is added up: to those of the other lookups, and to the sum."""
+        added = 4 if self._task.half and not (self._splits and self._layout.zero < 2) else 0
+        if lookups > 1:
+            added += 4
         return (self.itemsize + added) * self._table
 
     def memory(self, run: Run | None) -> float:
         """Of the fullest rank; where nobody has simulated the schedule of a pipeline, about so."""
         layout = self._layout
         if layout.pp == 1:
-            held = self._kept(self._rates.layers) + self._rates.rest.kept
+            every = range(self._rates.layers)
+            held = self._kept(every) + self._rates.rest.kept
             before, behind = self._at_ends
-            stage = _Stage(before, self._rates.layers, 0.0 if self._task.tied else behind)
+            stage = _Stage(before, every, 0.0 if self._task.tied else behind)
             beyond = self._unpiped(held, self._unfilled(stage))
             return self._static(self.parameters()) + beyond + self._reducing([stage])
         if run is None:
@@ -219,7 +250,7 @@ class Footprint:
 
     @cached_property
     def _kept_by_stage(self) -> list[float]:
-        kept = [self._kept(count) for count in self._counts]
+        kept = [self._kept(layers) for layers in self._cut]
         kept[-1] += self._rates.rest.kept
         return kept
 
@@ -228,42 +259,52 @@ class Footprint:
         """Of a microbatch, by stage, what weight gradients that wait need: inputs of products and gradients of what
         they gave, those of logits too.
         """
-        layer, rest, layout = self._rates.layer, self._rates.rest, self._layout
+        layout = self._layout
         # from stage 2 on those of layers that are recomputed do not wait, nor at stage 3 those of the head
-        prompt = [self._recomputed(count) if layout.zero >= 2 else (0, 0) for count in self._counts]
+        prompt = [sum(self._recomputed(layers)) if layout.zero >= 2 else 0 for layers in self._cut]
         deferred = [
-            (count - sum(again)) * _WAITS * layer.made for count, again in zip(self._counts, prompt, strict=True)
+            _WAITS * self._rates.total("made", layers[again:]) for layers, again in zip(self._cut, prompt, strict=True)
         ]
-        deferred[-1] += rest.made if layout.zero < 3 else 0.0
+        deferred[-1] += self._rates.rest.made if layout.zero < 3 else 0.0
         return deferred
 
     def _about(self) -> float:
         """Of the first rank, which holds most microbatches."""
-        layout = self._layout
-        layers, _ = self._transient
+        layout, first = self._layout, self._cut[0]
+        layers, _ = self._transient([first])
         under_way = min(layout.count, layout.pp)
-        held = under_way * layout.chunks * self._kept(self._counts[0])
+        held = under_way * layout.chunks * self._kept(first)
         if layout.style == "interleaved":
             held *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
-        others = [_Stage(0.0, self._counts[0], 0.0)] * (layout.chunks - 1)
-        stages = [_Stage(max(self._at_ends), self._counts[0], 0.0), *others]
-        held += max(layers, self._at_table - self._kept(self._counts[0]))
+        others = [_Stage(0.0, first, 0.0)] * (layout.chunks - 1)
+        stages = [_Stage(max(self._at_ends), first, 0.0), *others]
+        held += max(layers, self._at_table - self._kept(first))
         return self._static(self.parameters()) + held + self._reducing(stages) + _MESSAGES * self.message
 
     def _stage(self, index: int) -> _Stage:
-        before, behind = self._at_ends
-        return _Stage(
-            before if index == 0 else 0.0, self._counts[index], behind if index == len(self._counts) - 1 else 0.0
-        )
+        """Where weights are looked up several times, each stage that does has them."""
+        layers, last = self._cut[index], index == len(self._cut) - 1
+        table, behind = self._at_ends
+        again = [size / self._layout.tp for layer, size in self._task.again if layer in layers]
+        before = table if index == 0 else 0.0
+        behind = behind if last else 0.0
+        lookups = (index == 0) + len(again)
+        if again and index:
+            if last and self._task.tied:  # the head's
+                lookups += 1
+            else:
+                before = min(max(again), self._rates.rest.parameters)
+        return _Stage(before, layers, behind, lookups)
 
     def _of_rank(self, rank: int, run: Run, curve: MemoryCurve) -> float:
         stages = run.placement.stages_of(rank)
-        first, last = (run.placement.rank_of(stage) == rank for stage in (0, len(self._counts) - 1))
+        first, last = (run.placement.rank_of(stage) == rank for stage in (0, len(self._cut) - 1))
         own = [self._stage(stage) for stage in stages]
-        parameters = sum(stage.before + stage.layers * self._rates.layer.parameters + stage.behind for stage in own)
-        if first and last and self._task.tied:
-            parameters -= self._table  # which it has once
-        of_layers, of_head = self._transient
+        parameters = sum(stage.before + self._of_layers(stage.layers) + stage.behind for stage in own)
+        copies = sum(stage.before > 0 for stage in own) if self._task.again else int(first)
+        copies += last and self._task.tied
+        parameters -= max(copies - 1, 0) * self._table  # which it has once
+        of_layers, of_head = self._transient([stage.layers for stage in own])
         if first and last and self._task.tied and self._layout.zero >= 2:  # the head's sum waits for that of the table
             of_head = max(of_head, self._rates.rest.early_top + 4 * self._table)
         here = run.of(rank)
@@ -271,11 +312,13 @@ class Footprint:
         room = min(self._layout.count, self._layout.pp) * sum(self._kept_by_stage[stage] for stage in stages)
         behind = curve.kept + _waiting(curve, run.actions.kinds[here], room)
         held = np.maximum(behind, np.concatenate([[0.0], behind[:-1]]))  # a backward begins with what it frees
-        at_head = run.actions.stages[here] == len(self._counts) - 1
+        at_head = run.actions.stages[here] == len(self._cut) - 1
         highest = float((held + np.where(at_head, of_head, of_layers)).max())
-        if first:
-            at_end = self._at_table + self._unfilled(own[0])
-            highest = max(highest, float(held.max()) - self._kept_by_stage[0] + at_end)
+        for index, stage in zip(stages, own, strict=True):
+            if stage.lookups:
+                at_end = self._table_gradient(stage.lookups) + self._unfilled(stage)
+                most = float(held[run.actions.stages[here] == index].max())
+                highest = max(highest, most - self._kept_by_stage[index] + at_end)
         return self._static(parameters) + highest + self._reducing(own) + _MESSAGES * self.message
 
 

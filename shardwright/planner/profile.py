@@ -11,7 +11,7 @@ in chunks of tokens keeps one chunk of logits and a weight gradient where it kep
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from .live_bytes import LiveBytes
 from .operators import Operator, Operators
 from .replay import LOOKED_AT, joined
 from .segments import Segment, Segments
-from .shorter import NotShorterError, kinds_of, shorten, stage_of
+from .shorter import SEEN, NotShorterError, kinds_of, runs, shorten, stage_of
 
 Calls = Mapping[Operator, float]
 _ONE_BUCKET = 1e6  # megabytes: nothing is reduced here, and many buckets take long to fill
@@ -84,24 +84,24 @@ class Part:
 
 
 class Parts(NamedTuple):
-    """layer   the mean over all layers
+    """layers  one of each kind; of kinds that take turns (attention to all and to a window) their mean
     rest    all else: embeddings, head, loss
     """
 
-    layer: Part
+    layers: tuple[Part, ...]
     rest: Part
 
 
 @dataclass(frozen=True)
 class Profile:
     """parts   by samples of a microbatch, in ascending order
-    layers  how many there are
+    kinds   which of its layers every layer of the model is
     tensor_ranks    that share them
     along   whether sequences are split over these ranks between layers
     """
 
     parts: Mapping[int, Parts]
-    layers: int
+    kinds: tuple[int, ...]
     tensor_ranks: int
     along: bool
 
@@ -131,17 +131,36 @@ def profile(source: Source, tensor_ranks: int = 1, along: bool = True) -> Profil
     if first is None:
         first = _measure(source, options, tensor_ranks, frozenset(base.kept), verdict)
     groups = []
-    for group, number in enumerate(base.further):
+    for group in range(len(base.further)):
         more = stage_of(whole, (0, 0), kinds, group)
         added = len(more.kept) - len(base.kept)  # layers of which what recurs consists
         found = _measure(source, options, tensor_ranks, frozenset(more.kept), verdict)
-        groups.append((found, added, number * added))
+        groups.append((found, added))
     parts = {}
+    order = _order(kinds)
     for size in source.sizes:
         one = first[size]
-        layer = _mean([(_difference(one, found[size], added), number) for found, added, number in groups])
-        parts[size] = Parts(layer, _rest(one, [found[size] for found, _, _ in groups], layer, len(base.kept)))
-    return Profile(parts, len(units), tensor_ranks, along)
+        layers = tuple(_difference(one, found[size], added) for found, added in groups)
+        there = [layers[order[unit]] for unit in base.kept]
+        parts[size] = Parts(layers, _rest(one, [found[size] for found, _ in groups], there))
+    return Profile(parts, order, tensor_ranks, along)
+
+
+def _order(kinds: Sequence[Hashable]) -> tuple[int, ...]:
+    """Which of the runs of equal layers each layer is of. One that is of none is taken to be of the next one, as the
+    first of a stack is that computes for all of them where positions are.
+    """
+    found: list[int | None] = []
+    number = 0
+    for _, length, pattern in runs(kinds, range(len(kinds))):
+        recurs = length > SEEN * pattern
+        found += [number if recurs else None] * length
+        number += recurs
+    after = number - 1
+    for place in reversed(range(len(found))):
+        own = found[place]
+        after = found[place] = after if own is None else own
+    return tuple(each for each in found if each is not None)
 
 
 class _Verdict:
@@ -262,20 +281,21 @@ def _of_layer(grown: Sequence[int], more: Sequence[int], layers: int, from_end: 
     return slice(max(stop - length, 0), stop)
 
 
-def _rest(one: _Measured, others: Sequence[_Measured], layer: Part, layers: int) -> Part:
+def _rest(one: _Measured, others: Sequence[_Measured], layers: Sequence[Part]) -> Part:
+    """What `one` has beside these layers."""
     kept = float(_total(one.forward.end - one.forward.start))
     forward, backward = (_total(segment.points - segment.start) for segment in (one.forward, one.backward))
     head, end = _around_layers(one.backward.grown, [other.backward.grown for other in others])
     early = next((place for place, size in enumerate(one.backward.grown[:head]) if size in one.matrices), head)
     tops = [float(points.max(initial=0)) for points in (forward, backward[:head], backward[:early])]
     return Part(
-        max(kept - layers * layer.kept, 0.0),
+        max(kept - sum(layer.kept for layer in layers), 0.0),
         max(tops[0] - kept, 0.0),
         max(tops[1], 0.0),
-        one.parameters - layers * layer.parameters,
-        _less(one.calls["0F0"], layer.forward, layers),
-        _less(one.calls["0B0"], layer.backward, layers),
-        len(one.sizes) - layers * layer.tensors,
+        one.parameters - sum(layer.parameters for layer in layers),
+        _less(one.calls["0F0"], [layer.forward for layer in layers]),
+        _less(one.calls["0B0"], [layer.backward for layer in layers]),
+        len(one.sizes) - sum(layer.tensors for layer in layers),
         early_top=max(tops[2], 0.0),
         end_top=float((backward[end:] + kept).max(initial=0)),
     )
@@ -304,23 +324,6 @@ def _minus(more: Counter[Operator], less: Counter[Operator], layers: int) -> Cal
     return {call: count / layers for call, count in (more - less).items()}
 
 
-def _less(calls: Counter[Operator], of_layer: Calls, layers: int) -> Calls:
-    found = {call: count - layers * of_layer.get(call, 0.0) for call, count in calls.items()}
+def _less(calls: Counter[Operator], of_layers: Sequence[Calls]) -> Calls:
+    found = {call: count - sum(own.get(call, 0.0) for own in of_layers) for call, count in calls.items()}
     return {call: count for call, count in found.items() if count > 0.01}
-
-
-def _mean(parts: list[tuple[Part, int]]) -> Part:
-    """Of layers of several kinds."""
-    total = sum(number for _, number in parts)
-    calls: list[dict[Operator, float]] = [{}, {}]
-    for part, number in parts:
-        for found, own in zip(calls, (part.forward, part.backward), strict=True):
-            for call, count in own.items():
-                found[call] = found.get(call, 0.0) + count * number / total
-
-    def mean(name: str) -> float:
-        return float(sum(getattr(part, name) * number for part, number in parts) / total)
-
-    forward, backward = calls
-    memory = mean("kept"), mean("forward_top"), mean("backward_top"), mean("parameters")
-    return Part(*memory, forward, backward, mean("tensors"), parts[0][0].shares)

@@ -7,12 +7,14 @@ these and part is not, and two profiles tell how much of each.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
 
 from .machines import COMPUTED, Machine
 from .operators import Operator
-from .profile import Calls, Part, Parts, Profile
+from .profile import Calls, Part, Profile
 
 
 @dataclass(frozen=True)
@@ -55,33 +57,83 @@ class PartCost:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of microbatches of `samples`. shares: what each tensor of a layer has of its parameters, in the model's order"""
+    """Of microbatches of `samples`.
 
-    layer: PartCost
+    kinds   of layers, and
+    order   which of them every layer of the model is
+    rest    all else
+    along   whether tensor-parallel ranks split sequences
+    shares  by kind, what each tensor of a layer has of its parameters, in the model's order
+    """
+
+    kinds: tuple[PartCost, ...]
     rest: PartCost
-    layers: int
+    order: tuple[int, ...]
     along: bool
     samples: float
-    shares: tuple[float, ...] = ()
+    shares: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def layer(self) -> PartCost:
+        """The mean over all."""
+        if len(self.kinds) == 1:
+            return self.kinds[0]
+        every = range(self.layers)
+        return PartCost(*(self.total(each.name, every) / self.layers for each in fields(PartCost)))
+
+    @cached_property
+    def _before(self) -> list[list[int]]:
+        """Of each kind, how many there are before every layer, and in all."""
+        return [list(accumulate((own == kind for own in self.order), initial=0)) for kind in range(len(self.kinds))]
+
+    def numbers(self, layers: range) -> list[int]:
+        """Of each kind, of these layers."""
+        if len(self.kinds) == 1:
+            return [len(layers)]
+        return [before[layers.stop] - before[layers.start] for before in self._before]
+
+    def total(self, name: str, layers: range) -> float:
+        """Of the field of that name."""
+        return sum(
+            number * float(getattr(kind, name)) for kind, number in zip(self.kinds, self.numbers(layers), strict=True)
+        )
+
+    def present(self, layers: Iterable[range]) -> list[PartCost]:
+        """Kinds of which these have a layer; all, where they have none."""
+        there = [any(numbers) for numbers in zip(*map(self.numbers, layers), strict=True)]
+        return [kind for kind, is_there in zip(self.kinds, there, strict=True) if is_there] or list(self.kinds)
 
 
 def rates(few: Profile, many: Profile | None, machine: Machine, ranks: int, samples: float = 1.0) -> Rates:
     """For `ranks` tensor-parallel ranks, from the profiles of few and of many."""
-    layer, rest = (_part(few, many, machine, ranks, samples, index) for index in range(len(Parts._fields)))
-    shares = next(iter(few.parts.values())).layer.shares
-    return Rates(layer, rest, few.layers, few.along and ranks > 1, samples, shares)
+    parts = next(iter(few.parts.values()))
+    kinds = range(len(parts.layers))
+    *layers, rest = (_part(few, many, machine, ranks, samples, index) for index in (*kinds, None))
+    shares = tuple(layer.shares for layer in parts.layers)
+    return Rates(tuple(layers), rest, few.kinds, few.along and ranks > 1, samples, shares)
 
 
-def _part(few: Profile, many: Profile | None, machine: Machine, ranks: int, samples: float, index: int) -> PartCost:
+def _part(
+    few: Profile, many: Profile | None, machine: Machine, ranks: int, samples: float, index: int | None
+) -> PartCost:
     """Of a size that was not replayed: on the line through the two sizes that were and are nearest; through nothing
-    where there is but one.
+    where there is but one. `index` is the kind of layer, None all else.
     """
     both, sizes = (few, many or few), list(few.parts)
+
+    def replayed(size: int) -> list[Part]:
+        every = [each.parts[size] for each in both]
+        return [each.rest if index is None else each.layers[index] for each in every]
+
     if samples in sizes:
-        return _replayed(few, many, machine, ranks, index, [each.parts[int(samples)][index] for each in both])
+        return _replayed(few, many, machine, ranks, index is not None, replayed(int(samples)))
     if len(sizes) == 1:
-        parts = [_grown(each.parts[sizes[0]][index], samples / sizes[0]) for each in both]
-        return _replayed(few, many, machine, ranks, index, parts)
+        parts = [_grown(each, samples / sizes[0]) for each in replayed(sizes[0])]
+        return _replayed(few, many, machine, ranks, index is not None, parts)
     above = min(max(bisect(sizes, samples), 1), len(sizes) - 1)
     low, high = sizes[above - 1 : above + 1]
     first, second = (_part(few, many, machine, ranks, size, index) for size in (low, high))
@@ -94,7 +146,7 @@ def _part(few: Profile, many: Profile | None, machine: Machine, ranks: int, samp
 
 
 def _replayed(
-    few: Profile, many: Profile | None, machine: Machine, ranks: int, index: int, parts: Sequence[Part]
+    few: Profile, many: Profile | None, machine: Machine, ranks: int, of_layer: bool, parts: Sequence[Part]
 ) -> PartCost:
     one, other = parts
 
@@ -105,7 +157,6 @@ def _replayed(
         shared = (low - high) / (1 / few.tensor_ranks - 1 / many.tensor_ranks)
         return max(low + shared * (1 / ranks - 1 / few.tensor_ranks), 0.0)
 
-    of_layer = index == 0
     wire = [_wire(calls(other), (many or few).tensor_ranks) for calls in (_forward, _backward)]
     share = (ranks - 1) / ranks
     count = [sum(n for call, n in calls(other).items() if call.kind not in COMPUTED) for calls in (_forward, _backward)]

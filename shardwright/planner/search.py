@@ -28,7 +28,7 @@ from .machines import Machine
 from .profile import Profile, Source, profile
 from .rates import Rates, rates
 from .shorter import NotShorterError
-from .stages import Ends, is_tied, table_size
+from .stages import Ends, is_tied, looked_up_again, table_size
 from .states import optimizer_costs
 
 MOST_TENSOR_RANKS = 8
@@ -138,6 +138,7 @@ class Search:
             Ends.of(model, units),
             table_size(model),
             is_tied(model),
+            again=tuple(looked_up_again(model, units).items()),
         )
         memory = question.machine.memory
         self.limit = memory * (1 - _SPARE_SHARE) - min(_SPARE, memory / 10)

@@ -110,17 +110,25 @@ def stage_of(
     further: list[int] = []
     for group in (range(units.start, first), range(first, second), range(second, units.stop)):
         before = len(kept)
-        start = group.start
-        while start < group.stop:
-            length, pattern = _run(kinds[start : group.stop])
+        for start, length, pattern in runs(kinds, group):
             left = length if length <= seen * pattern else seen * pattern + length % pattern
             if left < length:
                 further.append((length - left) // pattern)
                 left += pattern if len(further) - 1 == more else 0
             kept += range(start, start + left)
-            start += length
         counts.append(len(kept) - before)
     return Stage(tuple(kept), counts[0], counts[1], tuple(further))
+
+
+def runs(kinds: Sequence[Hashable], units: range) -> Iterator[tuple[int, int, int]]:
+    """Of these units, one run of layers in which something recurs after the other: its first one, how many, and how
+    many make up what recurs. Layers between are runs of one.
+    """
+    start = units.start
+    while start < units.stop:
+        length, pattern = _run(kinds[start : units.stop])
+        yield start, length, pattern
+        start += length
 
 
 def _run(kinds: Sequence[Hashable]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Layers of every stage of a model of equal layers, as the cut of a pipeline deals them (`pipeline.cut.partition`)."""
+"""Layers of every stage of a model, as the cut of a pipeline deals them (`pipeline.cut.partition`)."""
 
 from __future__ import annotations
 
@@ -16,31 +16,58 @@ from ..pipeline.planning.placement import Placement
 
 
 class Ends(NamedTuple):
-    """Costs in those of a layer's forward: of what lies before the layers, of what lies behind them, and of what of a
-    layer is no product.
+    """Costs in those of a mean layer's forward: of what lies before the layers, of what lies behind them, and of what
+    of a layer is no product; and of every layer, where they differ.
     """
 
     before: float
     behind: float
     cheap: float
+    layers: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, units: Sequence[Unit]) -> Ends:
         """As `partition.chain_costs` counts them."""
         tables, visited = lookup_tables(model), visited_share(model)
-        prefixes = tuple(f"{unit.layer}." for unit in units)
-        layers = before = behind = 0.0
+        again = looked_up_again(model, units)
+        unit_of = {unit.layer: index for index, unit in enumerate(units)}
+        layers = [EMBEDDING_SHARE * again.get(index, 0.0) for index in range(len(units))]
+        before = behind = 0.0
+        counted = set[int]()
         for name, param in model.named_parameters(remove_duplicate=False):
             size = float(param.numel())
-            if name.startswith(prefixes):
-                layers += size * (visited if ".experts" in name else 1.0)
-            elif name in tables:
-                before += size * EMBEDDING_SHARE
-            else:
+            own = next((index for layer, index in unit_of.items() if name.startswith(f"{layer}.")), None)
+            if own is not None:
+                layers[own] += size * (visited if ".experts" in name else 1.0)
+            elif name not in tables:
                 behind += size
-        layer = layers / len(units)
-        cheap = min(CHEAP_BYTES * BYTE * (hidden_size(model) or 0), layer)
-        return cls(before / layer, behind / layer, cheap / layer)
+            elif id(param) not in counted:
+                before += size * EMBEDDING_SHARE
+                counted.add(id(param))
+        mean = sum(layers) / len(units)
+        cheap = min(CHEAP_BYTES * BYTE * (hidden_size(model) or 0), mean)
+        uneven = max(layers) - min(layers) > 1e-6 * mean
+        return cls(before / mean, behind / mean, cheap / mean, tuple(each / mean for each in layers) if uneven else ())
+
+
+def looked_up_again(model: nn.Module, units: Sequence[Unit]) -> dict[int, float]:
+    """Elements of a table that the first of a later stack of layers looks up, too, as a decoder's does behind an
+    encoder, by that layer.
+    """
+    tables, firsts = lookup_tables(model), dict[str, int]()
+    for index, unit in enumerate(units):
+        firsts.setdefault(unit.layer.rpartition(".")[0].rpartition(".")[0], index)
+    found = dict[int, float]()
+    seen = set[int]()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name not in tables:
+            continue
+        stack = next((home for home in firsts if home and name.startswith(f"{home}.")), "")
+        index = firsts.get(stack, 0)
+        if index and id(param) in seen:
+            found[index] = found.get(index, 0.0) + param.numel()
+        seen.add(id(param))
+    return found
 
 
 def table_size(model: nn.Module) -> float:
@@ -62,7 +89,8 @@ def is_tied(model: nn.Module) -> bool:
 @lru_cache(maxsize=1024)
 def dealt(layers: int, ends: Ends, placement: Placement, whole: float, selective: float) -> tuple[int, ...]:
     """Layers by stage."""
-    forward = [1.0 + ends.before, *[1.0] * (layers - 1), ends.behind]
-    costs = ChainCosts(forward, ends.before, whole, selective, [ends.cheap] * layers)
+    own = ends.layers or (1.0,) * layers
+    forward = [own[0] + ends.before, *own[1:], ends.behind]
+    costs = ChainCosts(forward, ends.before, whole, selective, [min(ends.cheap, each) for each in own])
     first, last = int(not ends.before), layers + (ends.behind > 0)
     return tuple(len(stage) for stage in balance(costs, range(first, last), placement))

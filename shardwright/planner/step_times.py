@@ -172,7 +172,7 @@ class Profiled:
         states, step = optimizer_costs(job.optimizer(model))
         clips = self._shape.plugin.settings.zero.max_norm > 0
         task = Task(machine, hidden, half, states, flops, world_size, step, clips=clips)
-        return Estimator(task, own, layout, [len(stage) for stage in self._shape.plan.stages])
+        return Estimator(task, own, layout, self._shape.plan.stages)
 
 
 def _length(batch: Mapping[str, Any]) -> int:

@@ -178,7 +178,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 PART = Part(GIB / 64, GIB / 512, GIB / 256, 1e6, {Operator("product", 2**26, 2**20): 1.0}, {})
-PROFILE = Profile({1: Parts(PART, Part(0.0, 0.0, 0.0, 1e6, {}, {}))}, 8, 1, False)
+PROFILE = Profile({1: Parts((PART,), Part(0.0, 0.0, 0.0, 1e6, {}, {}))}, (0,) * 8, 1, False)
 
 
 def test_ranks_share_the_cores() -> None:
@@ -247,7 +247,7 @@ def test_gradients_are_added_where_they_are_kept() -> None:
     plain = made()
     known = replace(plain, sums=[Point(1, 0, size, size / 1e8) for size in (2**10, 2**20)])
     part = replace(PART, parameters=1e6, tensors=4.0)
-    profile = replace(PROFILE, parts={1: Parts(part, PROFILE.parts[1].rest)})
+    profile = replace(PROFILE, parts={1: Parts((part,), PROFILE.parts[1].rest)})
 
     def seconds(calibration: Calibration, **changes: Any) -> float:
         machine = calibrated(calibration, "fp32", world_size=2)
@@ -290,7 +290,7 @@ def test_ranks_cost_what_being_one_of_several_costs() -> None:
     plain = made(collectives={"all_reduce": [Point(2, 0, size, 1e-3, 4e-4) for size in (2**10, 2**20)]})
     known = replace(plain, host={**plain.host, **costs, "action": 1e-2, "waiting": 3e-3, **again})
     part = replace(PART, tensors=9.0, forward={**PART.forward, Operator("allgather_base", 0, 2**12): 2.0})
-    profile = replace(PROFILE, parts={1: Parts(part, PROFILE.parts[1].rest)}, tensor_ranks=2)
+    profile = replace(PROFILE, parts={1: Parts((part,), PROFILE.parts[1].rest)}, tensor_ranks=2)
 
     def of(calibration: Calibration, layout: Layout) -> Any:
         machine = calibrated(calibration, "fp32", world_size=2)

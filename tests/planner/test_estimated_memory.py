@@ -20,8 +20,8 @@ from shardwright.planner.stages import Ends
 from shardwright.testing.estimates import compare
 
 LAYER, TABLE = 1e8, 5e8
-PARTS = Parts(Part(1e9, 0.0, 2e8, LAYER, {}, {}), Part(0.0, 0.0, 1e8, 2 * TABLE, {}, {}))
-PROFILE = Profile({1: PARTS}, 16, 1, False)
+PARTS = Parts((Part(1e9, 0.0, 2e8, LAYER, {}, {}),), Part(0.0, 0.0, 1e8, 2 * TABLE, {}, {}))
+PROFILE = Profile({1: PARTS}, (0,) * 16, 1, False)
 
 
 def estimated(**changes: Any) -> Estimate:

@@ -27,7 +27,7 @@ GIB = 2**30
 PRODUCT = {Operator("product", 10**12, 10**6): 1.0}
 LAYER = Part(GIB, GIB / 8, GIB / 4, 1e8, PRODUCT, {Operator("product", 2 * 10**12, 10**6): 1.0})
 REST = Part(0.0, 0.0, GIB, 2e8, {}, {})
-PROFILE = Profile({1: Parts(LAYER, REST)}, 16, 1, False)
+PROFILE = Profile({1: Parts((LAYER,), REST)}, (0,) * 16, 1, False)
 DEVICE = machine("a100-80")
 
 

@@ -32,7 +32,7 @@ DEVICE = machine("a100-80")
 
 def estimated(rest: Part, world_size: int, step: StepCost | None = None, **changes: Any) -> Estimate:
     layout = Layout(**{"tp": 1, "pp": 1, "sp": 1, "dp": 1, "zero": 0, "style": "1f1b", "chunks": 1, **changes})
-    found = rates(Profile({1: Parts(LAYER, rest)}, 16, 1, False), None, DEVICE, 1, layout.samples / layout.sp)
+    found = rates(Profile({1: Parts((LAYER,), rest)}, (0,) * 16, 1, False), None, DEVICE, 1, layout.samples / layout.sp)
     flops = 3 * (found.layers * found.layer.flops + found.rest.flops) / found.samples
     task = Task(DEVICE, 1e6, True, 2, flops, world_size, *([] if step is None else [step]))
     return Estimator(task, found, layout).estimate(simulated=True)
