@@ -102,13 +102,14 @@ def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[
     """0 where something fits, else 1."""
     from ..planner.answer import as_data, as_text
     from ..planner.remade import remade
-    from ..planner.search import Question, search
+    from ..planner.search import Question, check_precision, search
 
     try:
+        check_precision(_precision(args))
         machine = device(args)
         length = args.seq_len or _LENGTH
         if args.optimizer == "none":
-            raise ValueError("--optimizer none: the search is for training; give adamw or sgd")
+            raise ValueError("--optimizer none: the search is for training; give adamw, sgd or muon")
         batch = args.global_batch_size
         if batch is None:
             batch = max(_TOKENS // length // args.world_size, 1) * args.world_size

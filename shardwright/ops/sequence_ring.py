@@ -16,6 +16,8 @@ only asks for its shape goes on, a column linear takes the parts, and any other 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from types import new_class
 from typing import Any, cast
 
 import torch
@@ -81,7 +83,7 @@ class Arriving(Tensor):
     def of(cls, whole: Tensor, parts: Parts) -> Arriving:
         """`whole` as autograd knows it."""
         with without_torch_function():
-            arriving = whole.as_subclass(cls)
+            arriving = _as(whole, cls)
         arriving.parts = parts
         return arriving
 
@@ -96,6 +98,23 @@ class Arriving(Tensor):
                         if isinstance(one, cls):
                             one.parts.fill()
             return func(*args, **(kwargs or {}))
+
+
+def _as(whole: Tensor, cls: type[Arriving]) -> Arriving:
+    """An alias of `whole` that is of `cls`, too."""
+    own = type(whole)
+    if not hasattr(own, "__torch_dispatch__") or own.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return whole.as_subclass(cls)
+    # A class with a dispatch of its own, as tensors without memory have, stays what it is beside: torch makes no alias
+    # of it that is of a class it is no base of.
+    alias = whole.view_as(whole)
+    alias.__class__ = _both(cls, own)
+    return cast(Arriving, alias)
+
+
+@cache
+def _both(cls: type[Arriving], own: type[Tensor]) -> type[Tensor]:
+    return new_class(f"{cls.__name__}{own.__name__}", (cls, own))
 
 
 def finish(x: Tensor) -> None:

@@ -16,7 +16,7 @@ from .devices import device_of
 from .estimate import Estimate
 from .machines import Machine
 from .remade import remade
-from .search import Found, Question, describe, search
+from .search import Found, Question, check_precision, describe, search
 
 _SHOWN = 8
 _MODES = {"1f1b": "1f1b", "zb": "zbh1", "zbv": "zbv", "interleaved": "interleaved"}
@@ -78,6 +78,7 @@ def search_arguments(
     """
     if dist.is_initialized():
         raise ValueError("search_arguments() comes before launch(): this process is in a process group already")
+    check_precision(precision)
     device = device_of(
         calibration,
         gpu if calibration is not None else gpu or "h100",

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..plugins.hybrid.found_layout import with_lazy_weights
 from .answer import as_text, plugin_arguments, recompute_of
 from .devices import device_of
-from .search import Question, search
+from .search import Question, check_precision, search
 
 
 def answer(asked: Mapping[str, Any], written: bytes) -> dict[str, str]:
@@ -30,6 +30,7 @@ def answer(asked: Mapping[str, Any], written: bytes) -> dict[str, str]:
     """
     job = _Job(written)
     try:
+        check_precision(asked["precision"])
         device = device_of(
             asked["calibration"],
             asked["gpu"],

@@ -129,8 +129,8 @@ def _points(rows: Any) -> tuple[Point, ...]:
 
 
 def _is_number(value: Any) -> bool:
-    """Of something that is counted or measured."""
-    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
+    """Of something that is counted or measured; JSON's `true` is none, though Python's is a whole number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _check(found: Calibration) -> None:
@@ -150,7 +150,7 @@ def _check(found: Calibration) -> None:
         if not _is_number(found.host[name]):
             raise ValueError(f"host.{name} is {found.host[name]!r}")
     for ranks, times in found.whole.items():
-        if not (int(ranks) > 0 and len(times) == 3 and all(0 <= float(each) < math.inf for each in times)):
+        if not (int(ranks) > 0 and len(times) == 3 and all(map(_is_number, times))):
             raise ValueError(f"whole.{ranks} is {times!r}")
     tables = [*found.products.values(), *found.attention.values(), *found.collectives.values()]
     if not (found.products and found.attention and found.moving and found.optimizer and all(tables)):

@@ -1,8 +1,8 @@
 """The fastest layouts that fit: every size of every axis that divides the model and the job, each with its memory and
 time (`estimate`), the best of them simulated.
 
-    found = search(Task..., question)
-    found.best, found.others, found.neighbours
+    found = search(question)
+    found.best, found.estimates, found.neighbours
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS, first_int, hidden_size
-from ..models.layer_chain import find_units
+from ..models.layer_chain import Unit, find_units
+from ..plugins.hybrid.resolved import size
 from ..utils.device import planning_for
 from ..utils.errors import counted
 from .batches import batch_of
@@ -41,6 +42,9 @@ _REPLAYED = 16384  # tokens of the largest microbatch; heads compute more of the
 _LONG = 16384  # tokens from which sequences are worth sharing
 # of what devices hold, for what an allocator keeps beside tensors, and for the libraries
 _SPARE_SHARE, _SPARE = 0.05, 2 * 2**30
+_NEEDED = (
+    "the search replays two layers and a third, so it needs three that do the same, in a list of layers, each run once"
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Search:
         _check(question)
         self._question = question
         self._model = model = question.model()
-        units = find_units(model)
+        units = _units(model)
         self._layers = len(units)
         self.along = False  # whether tensor-parallel ranks split sequences
         most = max(2, min(_REPLAYED // question.length, question.global_batch))
@@ -110,8 +114,7 @@ class Search:
                 profiles, tensor = _profiles(source, tensor)
         except NotShorterError as error:
             raise ValueError(
-                f"{error}: the search replays two layers and a third, so it needs three that do the same, in a list of "
-                "layers, each run once; shardwright plan --peak tells of a single layout of any model"
+                f"{error}: {_NEEDED}; shardwright plan --peak tells of a single layout of any model"
             ) from error
         finally:
             gc.unfreeze()
@@ -200,8 +203,8 @@ class Search:
                 f"{question.world_size} would"
             )
         return (
-            f"nothing fits on {where}: the layout that takes least needs {least.memory / 2**30:.1f} GiB of the "
-            f"{self.limit / 2**30:.1f} GiB that it may take ({describe(least.layout)}); more devices, devices with "
+            f"nothing fits on {where}: the layout that takes least needs {size(round(least.memory))} of the "
+            f"{size(round(self.limit))} that it may take ({describe(least.layout)}); more devices, devices with "
             "more memory, or shorter sequences would help"
         )
 
@@ -330,8 +333,23 @@ def _check(question: Question) -> None:
     ):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    if question.precision not in ("bf16", "fp16", "fp32"):
-        raise ValueError(f"precision={question.precision!r}: the search knows bf16, fp16 and fp32")
+    check_precision(question.precision)
+
+
+def check_precision(precision: str) -> None:
+    """Before a device is asked for, which knows others, that the search does not."""
+    if precision not in ("bf16", "fp16", "fp32"):
+        raise ValueError(f"precision={precision!r}: the search knows bf16, fp16 and fp32")
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    try:
+        return find_units(model)
+    except ValueError as error:  # its advice is for who asks for a pipeline
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers: {_NEEDED}; make a HybridParallelPlugin of a layout of your "
+            "own, such as HybridParallelPlugin(zero_stage=1)"
+        ) from error
 
 
 def _is_text(value: Any, length: int) -> bool:

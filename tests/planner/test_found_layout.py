@@ -105,6 +105,17 @@ def test_what_the_search_decides_cannot_be_given(monkeypatch: pytest.MonkeyPatch
         dist.destroy_process_group()
 
 
+def test_models_without_layers_are_told_what_would_work() -> None:
+    launch(0, 1, None, None, backend="fake")
+    try:
+        with pytest.raises(ValueError, match="Linear has no list of layers") as raised:
+            HybridParallelPlugin.from_search(nn.Linear(3, 3), **ASKED)
+        assert "Use pp_size=1" not in str(raised.value), "which the search decides on"
+        assert "HybridParallelPlugin(zero_stage=1)" in str(raised.value)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_devices_are_known_by_their_names() -> None:
     assert like_device(("NVIDIA H100 80GB HBM3", 79.1)) == ("h100", 79.1)
     assert like_device(("NVIDIA A100-SXM4-40GB", 39.4)) == ("a100-40", 39.4)
