@@ -7,7 +7,8 @@ done, the parameter's *class* is swapped for one that asks first:
     gradients asked   from the end of a backward to zero_grad, `param.grad` goes to `GradientReads`
     values pending    from step to the arrival of its gather, every operation on the parameter goes to `ValueReads`
     data watched      while a script may write to a parameter whose master is a copy, `param.data` goes to `DataReads`:
-                      autograd does not count what is written there
+                      autograd does not count what is written there; and `param.grad = tensor` is refused in a dtype in
+                      which this parameter has no gradients, with what to write instead
 
 Outside of these windows, and inside the model's forward and backward, the class is the parameter's own again: compiled
 code, type checks and speed know nothing of this. The classes have the layout of their base and no attributes, so that
@@ -169,6 +170,16 @@ class ParamGuard:
         param.__class__ = kind.classes[self._asks, param in self._pending, self._watches and kind.watched]
 
 
+def _require_dtype(param: torch.Tensor, value: Any) -> None:
+    """Torch's own refusal advises to change `grad_dtype`, which tells how the gradients of a step are summed."""
+    wanted: torch.dtype | None = getattr(param, "grad_dtype", None)
+    if wanted is not None and isinstance(value, torch.Tensor) and value.dtype != wanted:
+        raise ValueError(
+            f"param.grad = tensor of {value.dtype}, for a parameter of shape {tuple(param.shape)} in {param.dtype} "
+            f"whose gradients come in {wanted} now: assign tensor.to(param.grad_dtype), and leave grad_dtype as it is"
+        )
+
+
 def _guarded(
     own: type, gradients: weakref.ref[GradientReads], values: weakref.ref[ValueReads], data: weakref.ref[DataReads]
 ) -> dict[tuple[bool, bool, bool], type]:
@@ -220,6 +231,19 @@ def _guarded(
         @data.setter
         def data(self, value: torch.Tensor) -> None:
             TENSOR_DATA.__set__(self, value)
+
+        @property
+        def grad(self) -> torch.Tensor | None:
+            return _GRAD.__get__(self)
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            _require_dtype(self, value)
+            _GRAD.__set__(self, value)
+
+        @grad.deleter
+        def grad(self) -> None:
+            self.grad = None
 
     classes: dict[tuple[bool, bool, bool], type] = {}
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}

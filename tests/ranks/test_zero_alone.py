@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -213,6 +214,30 @@ def _looked_at(rank: int, world: int) -> None:
             torch.testing.assert_close(seen[model], seen[plain], rtol=1e-10, atol=1e-10)
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def _assigned(rank: int, world: int) -> None:
+    """Before a backward: in another dtype than gradients come in, the refusal says what does work, and that works."""
+    for stage in range(4):
+        plain, model = _Model(), _Model()
+        booster = Booster(plugin=HybridParallelPlugin(zero_stage=stage, precision="bf16"))
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        value = torch.full_like(plain.never.weight, 0.25)
+        for step in range(2):  # the first loss tells how often parameters are used
+            weight = model.never.weight
+            with pytest.raises(ValueError, match=r"tensor of torch.float64.*assign tensor.to\(param.grad_dtype\)"):
+                weight.grad = value.double()
+            assert weight.grad is None
+            weight.grad = value.to(weight.grad_dtype)
+            plain.never.weight.data.sub_(value)
+            booster.backward(boosted(torch.ones(4, 16).bfloat16(), step), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(model.never.weight, plain.never.weight.bfloat16(), rtol=0, atol=0)
+
+
+def test_a_gradient_of_another_dtype_is_refused_with_what_to_assign() -> None:
+    run_ranks(_assigned, 1, debug="OFF")
 
 
 def _look(seen: list[Tensor | None], last: nn.Linear, module: nn.Linear, *_: object) -> None:
