@@ -14,6 +14,7 @@ Of a job of GPUs attention and dropout are kernels that a CPU does not have (`fu
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Iterator
@@ -125,7 +126,9 @@ class Fakes(TorchDispatchMode):
 
 @contextmanager
 def _addresses() -> Iterator[None]:
-    """Inside, fakes have addresses: code asks by them which tensors share memory."""
+    """Inside, fakes have addresses: code asks by them which tensors share memory. Of those that have some, torch copies
+    the memory (`copy.deepcopy`), and what a fake is set to is never let go of (checked on torch 2.11 and 2.13).
+    """
     fakes = set[int]()
     of_storage = torch.UntypedStorage.data_ptr
 
@@ -144,12 +147,26 @@ def _addresses() -> Iterator[None]:
         for cls, name, function in (
             (FakeTensor, "untyped_storage", storage_of),
             (FakeTensor, "data_ptr", address_of),
+            (FakeTensor, "__deepcopy__", _deep_copy),
             (torch.UntypedStorage, "data_ptr", start_of),
         ):
             stack.callback(delattr, cls, name)
             assert name not in vars(cls), (cls, name)
             setattr(cls, name, function)
         yield
+
+
+def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+    if not tensor.is_leaf:
+        return torch.Tensor.__deepcopy__(tensor, memo)  # which refuses
+    if id(tensor) not in memo:
+        copied = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = copy.deepcopy(tensor.grad, memo)
+        others = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}
+        vars(copied).update(copy.deepcopy(others, memo))
+    found: torch.Tensor = memo[id(tensor)]
+    return found
 
 
 def _is_for_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import BartConfig, BartForConditionalGeneration
 
 from shardwright.planner.fakes import Fakes, is_fake
+from shardwright.planner.live_bytes import LiveBytes
 
 
 def test_results_whose_shape_goes_by_numbers_are_refused_in_a_sentence() -> None:
@@ -50,3 +54,29 @@ def test_ones_are_tensors_without_memory_where_they_are_large() -> None:
         assert is_fake(torch.ones(7))
         assert is_fake(torch.ones(2, 1, 7, 7))
         assert is_fake(torch.ones(4096, 4096))
+
+
+def test_copies_are_fakes_of_their_own_and_go() -> None:
+    with Fakes(), LiveBytes() as live:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        model[1].weight.grad = torch.empty(8, 16)
+        model[0].weight.note = ["told"]
+        model[0].tied = model[1].weight
+        frozen = model[0].bias.requires_grad_(False)
+        before = live.bytes()
+        copied = copy.deepcopy(model)
+        assert live.bytes() == 2 * before
+        assert all(isinstance(param, nn.Parameter) and is_fake(param) for param in copied.parameters())
+        assert copied[0].tied is copied[1].weight is not model[1].weight
+        assert copied[1].weight.grad is not None
+        assert copied[1].weight.grad is not model[1].weight.grad
+        assert copied[0].weight.note == ["told"]
+        assert copied[0].weight.note is not model[0].weight.note
+        assert [param.requires_grad for param in copied.parameters()] == [
+            param is not frozen for param in model.parameters()
+        ]
+        with pytest.raises(RuntimeError, match="deepcopy protocol"):
+            copy.deepcopy(model[0].weight * 2)
+        del copied
+        gc.collect()
+        assert live.bytes() == before
