@@ -262,7 +262,7 @@ class UnitGatherer:
 
         renamed = replaced(rename, args), {key: replaced(rename, value) for key, value in kwargs.items()}
         if aliases:
-            use.first = graph_time(aliases[0])
+            use.first = graph_time(aliases[0]) + 1
             aliases[0].register_hook(partial(self._input_done, use))
             return renamed
         if newest.grad_fn is not None:
@@ -299,17 +299,14 @@ class UnitGatherer:
         written = tensors_in(list(mutable(inputs)))
         if not given and not written:
             use.unit.lasting = True
-        for tensor in given:
-            if tensor.grad_fn is not None:
-                self._hook_output(use, tensor)
         # Where a view is changed in place, its own history is no longer that of the tensor it looks at.
-        for tensor in (*written, *(tensor._base for tensor in given if tensor._base is not None)):
-            if tensor.grad_fn is not None and graph_time(tensor) >= use.first:
-                self._hook_output(use, tensor)
-
-    def _hook_output(self, use: _Use, tensor: torch.Tensor) -> None:
-        use.last = max(use.last, graph_time(tensor))
-        tensor.register_hook(_Hook(partial(self._output_asked, use)))
+        for tensor in (*given, *written, *(tensor._base for tensor in given if tensor._base is not None)):
+            if tensor.grad_fn is None:
+                continue
+            made = graph_time(tensor)
+            if made >= use.first:  # else it was given to the call, whose backward is over when its gradient is there
+                use.last = max(use.last, made)
+                tensor.register_hook(_Hook(partial(self._output_asked, use)))
 
     # Backward.
 

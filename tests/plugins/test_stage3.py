@@ -370,6 +370,65 @@ def test_a_layer_that_runs_several_times_is_gathered_once() -> None:
     run_ranks(call_again, 2, timeout=60)
 
 
+class PassingOn(nn.Module):
+    """Its layers return what they were given, too: what the first one computed for all, as T5's positions, and their
+    inputs.
+    """
+
+    class Layer(nn.Module):
+        def __init__(self, computes: bool) -> None:
+            super().__init__()
+            self.linear, self.places = nn.Linear(16, 16), nn.Linear(16, 16) if computes else None
+
+        def forward(self, x: torch.Tensor, place: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+            if self.places is not None:
+                place = self.places(x)
+            assert place is not None
+            return self.linear(x + place).tanh(), place, x
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(self.Layer(index == 0) for index in range(6))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = None
+        for layer in self.layers:
+            x, place, given = layer(x, place)
+            x = x + 0.5 * given
+        return x.square().mean()
+
+
+def pass_on(rank: int, world: int) -> None:
+    x = torch.randn(4, 16, dtype=torch.float64)
+    plain, model = PassingOn(), PassingOn()
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=3, precision="fp32", gather_ahead=1))
+    model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sizes = [bucket.plan.numel * bucket.dtype.itemsize for bucket in optim.units.buckets]
+    for step in range(3):
+        watch = Watch()
+        with watch.installed():
+            booster.backward(model(x), optim)
+        gathers = [name for kind, name in watch.events if kind == "gather"]
+        if step:
+            assert len(gathers) == 2 * 6 - 1, gathers  # backward begins with the last one
+            assert watch.most <= sizes[0] + 2 * max(sizes[1:]), (watch.most, sizes)
+        optim.step()
+        optim.zero_grad()
+        plain(x).backward()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param -= 0.1 * param.grad
+                param.grad = None
+    for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_layers_that_pass_on_what_they_were_given_are_gathered_twice_and_go() -> None:
+    run_ranks(pass_on, 2, timeout=60)
+
+
 def weights_alone(rank: int, world: int) -> None:
     """A model without an optimizer."""
     plain = build()
