@@ -22,10 +22,13 @@ _FURTHEST = 8  # frames between an engine and who asks
 
 
 class _Seen(NamedTuple):
-    """How a sum looks from a mode: frames to the engine, and references to the first tensor and to its memory."""
+    """How a sum looks from a mode: frames to the engine, and references to the first tensor, to what Python has of it,
+    which counts as one of these, and to its memory.
+    """
 
     frames: int
     tensor: int
+    python: int
     memory: int
 
 
@@ -67,7 +70,7 @@ def _seen(tensor: torch.Tensor, frame: FrameType | None) -> _Seen | None:
     if frame is None:
         return None
     memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return _Seen(frames, tensor._use_count(), memory)  # type: ignore[attr-defined]
+    return _Seen(frames, tensor._use_count(), sys.getrefcount(tensor), memory)  # type: ignore[attr-defined]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

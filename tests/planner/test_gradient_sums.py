@@ -134,3 +134,38 @@ def test_other_gradients_are_what_they_were() -> None:
         with LiveBytes():
             function(table).sum().backward()
         assert torch.equal(table.grad, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["hook", "function"])
+def test_gradients_that_somebody_keeps_stay_as_they_were(kind: str) -> None:
+    """Those that only Python holds, too."""
+    kept: list[Tensor] = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            kept.append(2 * grads[0])
+            return kept[-1]
+
+    def backward() -> list[Tensor]:
+        kept.clear()
+        x = torch.arange(12.0).view(3, 4).requires_grad_()
+        shared = x.sin()
+        other = shared.cos()  # made first: its gradient comes last
+        used = shared + 1 if kind == "hook" else Keeps.apply(shared)
+        if kind == "hook":
+            used.register_hook(kept.append)
+        (used.square() + other).sum().backward()
+        assert x.grad is not None
+        return [x.grad, *(grad.clone() for grad in kept)]
+
+    expected = backward()
+    with LiveBytes():
+        found = backward()
+    assert len(found) == len(expected) == 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
