@@ -42,7 +42,7 @@ class GradientSums:
     def learn(self) -> None:
         """Called where the mode is on, with none behind it."""
         self._alone, self._learns = None, True
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.empty(2, 2, requires_grad=True)
             once = leaf.clone()
             torch.autograd.grad((once.exp() + once.exp()).sum(), leaf)

@@ -169,3 +169,9 @@ def test_gradients_that_somebody_keeps_stay_as_they_were(kind: str) -> None:
     assert len(found) == len(expected) == 2
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_bytes_are_counted_where_nothing_is_differentiated() -> None:
+    with torch.inference_mode(), LiveBytes() as live:
+        table = torch.rand(64)
+        assert live.bytes() == table.nbytes
