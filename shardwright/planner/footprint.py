@@ -121,7 +121,7 @@ class Footprint:
         rates = self._rates
         of_kind = [
             [share * kind.parameters for share in reversed(shares or (1.0,))]
-            for kind, shares in zip(rates.kinds, rates.shares or ((),) * len(rates.kinds), strict=True)
+            for kind, shares in zip(rates.kinds, rates.shares, strict=True)
         ]
         again = sum(self._recomputed(stage.layers)) if self._splits else 0
 

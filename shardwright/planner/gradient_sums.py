@@ -2,7 +2,7 @@
 
 Where gradients of several uses of a tensor meet, autograd adds the next one into the one that it has, unless somebody
 else holds that too. While a dispatch mode is on it always adds into new memory: what is counted then is more than a
-step takes. A mode that counts asks here what to call in place of what it was called with.
+step takes. A mode that counts is one of these, and asks what to call in place of what it was called with.
 
 Checked on torch 2.11 and 2.13, whose rules are those of `torch/csrc/autograd/input_buffer.cpp`. A sum that a formula
 of the engine makes of tensors of its own is taken for one of these.
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+
+from ..utils.pytree import TorchDispatchMode
 
 _ADD, _ADD_INTO = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -32,24 +34,26 @@ class _Seen(NamedTuple):
     memory: int
 
 
-class GradientSums:
-    """As one mode sees them. Of several modes the one that was entered last is called first, and decides."""
+class GradientSums(TorchDispatchMode):
+    """Of several modes the one that was entered last is called first, and decides."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._alone: _Seen | None = None  # of a gradient that nobody else holds
         self._learns = False
 
-    def learn(self) -> None:
-        """Called where the mode is on, with none behind it."""
+    def __enter__(self) -> Self:
+        super().__enter__()
         self._alone, self._learns = None, True
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.empty(2, 2, requires_grad=True)
             once = leaf.clone()
             torch.autograd.grad((once.exp() + once.exp()).sum(), leaf)
         self._learns = False
+        return self
 
     def unwatched(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """What to call with the same."""
+        """What to call with the same; asked first in `__torch_dispatch__`."""
         if func is not _ADD or torch.is_grad_enabled():
             return func
         if not isinstance(args[1], torch.Tensor):

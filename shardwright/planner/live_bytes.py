@@ -11,13 +11,12 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.lazy_logits import LazyLogits
-from ..utils.pytree import TorchDispatchMode
 from ..utils.streams import makes_host_memory
 from .fakes import has_memory
 from .gradient_sums import GradientSums
@@ -55,7 +54,7 @@ class _Met:
         return None if storage is None else storage.nbytes()
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(GradientSums):
     """Every memory that an operator of this block was given or has returned, and that is still there.
 
     given      whether memory counts that operators were given and have not made here
@@ -77,7 +76,6 @@ class LiveBytes(TorchDispatchMode):
         host: bool = True,
     ) -> None:
         super().__init__()
-        self._sums = GradientSums()
         self._given = given
         self._host = host
         self._label = label
@@ -91,15 +89,10 @@ class LiveBytes(TorchDispatchMode):
         self.during = ""
         self.points: list[Point] | None = None
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._sums.learn()
-        return self
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        func = self._sums.unwatched(func, args)
+        func = self.unwatched(func, args)
         result = func(*args, **(kwargs or {}))
         if func is _DEVICE:
             return result

@@ -8,13 +8,13 @@ operators.work        by name of the part of the step
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from ..kernels.lazy_logits import LazyLogits
-from ..utils.pytree import TorchDispatchMode, tree_leaves
+from ..utils.pytree import tree_leaves
 from .gradient_sums import GradientSums
 
 _aten = torch.ops.aten
@@ -42,24 +42,18 @@ class Operator(NamedTuple):
     made: int = 0
 
 
-class Operators(TorchDispatchMode):
+class Operators(GradientSums):
     """Counts calls by what they are, and by the part of the step that `part` says."""
 
     def __init__(self) -> None:
         super().__init__()
         self.part = ""
-        self._sums = GradientSums()
         self.calls: dict[str, Counter[Operator]] = {}
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._sums.learn()
-        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        func = self._sums.unwatched(func, args)
+        func = self.unwatched(func, args)
         result = func(*args, **(kwargs or {}))
         if self.part:
             found = _read(func, args, kwargs or {}, result)

@@ -71,7 +71,7 @@ class Rates:
     order: tuple[int, ...]
     along: bool
     samples: float
-    shares: tuple[tuple[float, ...], ...] = ()
+    shares: tuple[tuple[float, ...], ...]
 
     @property
     def layers(self) -> int:

@@ -38,7 +38,7 @@ def test_peaks_of_sequences_that_are_gathered_in_parts_are_near_those_of_real_ra
 
 
 def test_copies_on_which_a_plan_is_tried_do_not_stay() -> None:
-    """ViT has no policy of its own: what shards it is found out on small copies, which a replay does not train."""
+    """ViT has no policy of its own: what shards it is found out on small copies. A replay has it on paper."""
     for one in compare([Case("vit-image-classification", {"precision": "bf16", "tp_size": 2})], world=2):
         assert abs(one.off) <= 0.03, one
 
