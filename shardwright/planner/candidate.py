@@ -43,6 +43,7 @@ class Task:
     ends        what the cut takes to lie around the layers; None: by their times
     table       elements of what is looked up before the layers, whose gradient is as large
     tied        whether the head has the same weights, of which the last stage of a pipeline has a copy
+    rereads     whether a backward reads the table once more
     again       layers that look up the same once more, and how many elements of it: of which their stage has a copy
     clips       whether the norm of gradients is taken
     """
@@ -57,6 +58,7 @@ class Task:
     ends: Ends | None = None
     table: float = 0.0
     tied: bool = False
+    rereads: bool = False
     again: tuple[tuple[int, float], ...] = ()
     clips: bool = False
 

@@ -151,9 +151,9 @@ class Footprint:
         """Beyond what is there between steps, without a pipeline, where microbatches leave so much for their backward.
 
         At stage 3 weights of units that are gathered one by one come to it (`zero.unit_gatherer`): ahead as many as
-        take the memory of the largest unit, at least one. The head of a tied model is the unit of the table, behind
-        which the first layers come in a forward; its last layer, with which a backward begins, stays. Layers come
-        ahead of a head's backward when it has begun.
+        take the memory of the largest unit, at least one. The head of a tied model is the unit of the table, beside
+        which the last layer stays, with which a backward begins. Layers come ahead of a head's backward when it has
+        begun.
         """
         rest, every = self._rates.rest, range(self._rates.layers)
         layer = self._largest([every])
@@ -163,12 +163,12 @@ class Footprint:
         table, behind = self._at_ends
         ahead = min(max(int(max(table, behind, layer) / max(layer, 1.0)), 1), len(every) - 1)
         coming = ahead if rest.backward_top > rest.early_top else 0  # when the head's weight gradient is there
-        at_head = (table + (ahead + 1) * layer, table + layer) if self._task.tied else (behind, behind + coming * layer)
+        at_head = (table + layer, table + layer) if self._task.tied else (behind, behind + coming * layer)
         return max(
             held + layers + self.itemsize * (ahead + 1) * layer,
             held + rest.forward_top + self.itemsize * at_head[0],
             held + rest.backward_top + self.itemsize * at_head[1],
-            self._at_table + self.itemsize * table,
+            self._at_table + (self.itemsize * table if self._task.rereads else 0.0),
         )
 
     def _kept(self, layers: range) -> float:

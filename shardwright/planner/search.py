@@ -29,7 +29,7 @@ from .machines import Machine
 from .profile import Profile, Source, profile
 from .rates import Rates, rates
 from .shorter import NotShorterError
-from .stages import Ends, is_tied, looked_up_again, table_size
+from .stages import Ends, is_tied, looked_up_again, reads_tables, table_size
 from .states import optimizer_costs
 
 MOST_TENSOR_RANKS = 8
@@ -141,6 +141,7 @@ class Search:
             Ends.of(model, units),
             table_size(model),
             is_tied(model),
+            reads_tables(model),
             again=tuple(looked_up_again(model, units).items()),
         )
         memory = question.machine.memory

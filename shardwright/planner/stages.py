@@ -13,6 +13,7 @@ from ..models.layer_chain import Unit
 from ..pipeline.cut.balance import ChainCosts, balance
 from ..pipeline.cut.partition import BYTE, CHEAP_BYTES, EMBEDDING_SHARE, lookup_tables
 from ..pipeline.planning.placement import Placement
+from ..zero.lookups import only_looks_up
 
 
 class Ends(NamedTuple):
@@ -76,6 +77,12 @@ def table_size(model: nn.Module) -> float:
     return float(
         sum(param.numel() for name, param in model.named_parameters() if name in tables and param.requires_grad)
     )
+
+
+def reads_tables(model: nn.Module) -> bool:
+    """Whether a backward reads what has been looked up, as of embeddings that are scaled by their own size."""
+    homes = {name.rpartition(".")[0] for name in lookup_tables(model)}
+    return not all(only_looks_up(model.get_submodule(home)) for home in homes)
 
 
 def is_tied(model: nn.Module) -> bool:

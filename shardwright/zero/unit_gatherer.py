@@ -47,6 +47,7 @@ from ..utils.pytree import tree_map_only
 from .call_values import mutable, replaced, tensors_in
 from .data_writes import DataWrites
 from .groups import Groups
+from .lookups import is_watched, only_looks_up
 from .param_guard import ParamGuard
 from .sharded_bucket import ShardedBucket
 from .units import ParamUnit
@@ -60,6 +61,7 @@ class _Unit:
     between   two of these calls, in which it stays
     lasting   stays until the step: a backward that makes a graph of its own keeps the parameters for another one
     recorded  whether the last forward has recorded something of it
+    coming    the calls that have, as long as no backward has begun with them
     calls     of its modules that are running, the innermost last
     """
 
@@ -71,6 +73,7 @@ class _Unit:
         self.filled = self.ready = False  # gathered or on its way; gathered
         self.needed = self.opened = 0
         self.kept = self.lasting = self.repeated = self.between = self.recorded = False
+        self.coming: set[_Use] = set()
         self.calls: list[_Use | None] = []
 
 
@@ -164,6 +167,7 @@ class UnitGatherer:
             replica = groups.of(bucket.plan.family).replica
             is_first = replica is None or dist.get_rank(replica) == 0  # of all ranks that keep the same
             keep_shard(param, KeptShard(start, stop, is_first, partial(_read_kept, weakref.ref(self), number)))
+        self._lookups = {module for unit in units for module in unit.modules if only_looks_up(module)}
         self._hooks = self._install(model, units) if hooks else []
         self._sections = self._by_section()
 
@@ -199,6 +203,7 @@ class UnitGatherer:
         for unit in self._units:
             if torch.is_grad_enabled():  # an evaluation leaves a backward that is still to come what it begins with
                 unit.kept = unit.recorded = False
+                unit.coming.clear()
             unit.needed = 0
             unit.calls.clear()
         self._seen = {}
@@ -239,10 +244,12 @@ class UnitGatherer:
         if unit.opened:
             return None  # computed again, for the backward that holds it
         unit.needed += 1
-        unit.repeated = unit.repeated or (unit in self._seen and not self._open)  # else computed again, for a backward
+        again = unit in self._seen and not self._open  # else computed again, for a backward
+        unit.repeated = unit.repeated or again
         self._seen.setdefault(unit)
-        self._start_ahead(unit, 1)
-        if not torch.is_grad_enabled():
+        if not again:  # what follows its first call is over when a head with the weights of the embedding is called
+            self._start_ahead(unit, 1)
+        if not torch.is_grad_enabled() or (module in self._lookups and not is_watched(module)):
             unit.calls.append(None)
             return None
         use = _Use(unit)
@@ -286,6 +293,7 @@ class UnitGatherer:
                 if not stays:
                     self._uses.append(use)
                 unit.recorded = True
+                unit.coming.add(use)
                 unit.kept = stays or unit.repeated or bool(self._order and unit is self._order[-1])
         unit.between = unit.repeated
         self._free_unneeded(unit)
@@ -318,7 +326,8 @@ class UnitGatherer:
         self._open[use] = None
         unit.needed += 1
         unit.opened += 1
-        unit.kept = unit.repeated
+        unit.coming.discard(use)
+        unit.kept = unit.repeated and bool(unit.coming)
         unit.lasting = unit.lasting or torch.is_grad_enabled()
         self._bring(unit)
         self._start_ahead(unit, -1)
@@ -335,8 +344,10 @@ class UnitGatherer:
         use.unit.opened -= 1
         self._free_unneeded(use.unit)
         place = self._position.get(use.unit, 0)
+        while place and not self._order[place - 1].recorded:
+            place -= 1
         # its backward may begin at what it gave away unseen (an attribute)
-        if on and place and self._order[place - 1].recorded:
+        if on and place and self._order[place - 1].coming:
             self._bring(self._order[place - 1])
 
     def _close_uses(self) -> None:
@@ -348,6 +359,8 @@ class UnitGatherer:
         vain.
         """
         self._close_uses()
+        for use in self._uses:  # a graph that is retained may be gone through once more
+            use.unit.coming.add(use)
         for unit in self._units:
             unit.kept = unit.between = False
             unit.needed = 0
@@ -393,13 +406,17 @@ class UnitGatherer:
         unit.filled = True
 
     def _start_ahead(self, unit: _Unit, direction: int) -> None:
-        """Start the units that come after (1) or came before (-1) `unit` in the last forward."""
+        """Start the units that come after (1) `unit` in the last forward, or came before it (-1) and have a backward to
+        come.
+        """
         place = self._position.get(unit)
         if place is None:
             return
         started = taken = 0
         while 0 <= (place := place + direction) < len(self._order):
             other = self._order[place]
+            if direction < 0 and not other.coming:
+                continue
             taken += other.num_bytes
             if (started and taken > self._room) if self._ahead is None else started >= self._ahead:
                 return

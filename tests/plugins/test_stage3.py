@@ -266,9 +266,10 @@ def hold_no_more(rank: int, world: int) -> None:
                 rest = sizes["model.norm.weight"]
                 if step:
                     assert watch.most <= rest + head + (1 + ahead) * layer, (ahead, accumulated, watch.most)
-                    # Forward and backward; what backward begins with is gathered once, and so is the rest.
+                    # Forward and backward; what backward begins with is gathered once, and so are the rest and the
+                    # embedding, whose backward reads no weight.
                     gathers = [name for kind, name in watch.events if kind == "gather"]
-                    assert len(gathers) == accumulated * (2 * 5 + 2), gathers
+                    assert len(gathers) == accumulated * (2 * 4 + 3), gathers
         assert all(param.grad is None for param in optim.param_groups[0]["params"]), "gradients are in shards alone"
 
 
@@ -427,6 +428,63 @@ def pass_on(rank: int, world: int) -> None:
 
 def test_layers_that_pass_on_what_they_were_given_are_gathered_twice_and_go() -> None:
     run_ranks(pass_on, 2, timeout=60)
+
+
+class Scaled(nn.Embedding):
+    """Its backward reads the weight."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.weight.square().mean().sqrt()
+
+
+def keep_size(module: Any, args: Any, output: torch.Tensor) -> None:
+    module.size = module.weight.square().mean()
+
+
+def tables(rank: int, world: int) -> None:
+    """A table whose rows are looked up is gathered for the forward, and stays for the backward of a head with the same
+    weights; where anything else is done to it, it is gathered for the backward, too.
+    """
+    for case in ("alone", "tied", "scaled", "read by a hook"):
+        results = []
+        for sharded in (True, False):
+            model = build(tied=case == "tied", recompute=False)
+            if case == "scaled":
+                scaled = Scaled(97, 32).double()
+                scaled.weight = model.get_input_embeddings().weight
+                model.set_input_embeddings(scaled)
+            elif case == "read by a hook":
+                model.get_input_embeddings().register_forward_hook(keep_size)
+            optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            booster = Booster(plugin=LowLevelZeroPlugin(stage=3, precision="fp32", gather_ahead=1))
+            if sharded:
+                model, optim, *_ = booster.boost(model, optim)
+            for step in range(3):
+                ids = torch.arange(2 * step, 14 + 2 * step).view(2, 7)
+                watch = Watch()
+                with watch.installed():
+                    loss = usual(model, ids)
+                    if case == "read by a hook":
+                        loss = loss + model.get_input_embeddings().size
+                    booster.backward(loss, optim) if sharded else loss.backward()
+                optim.step()
+                optim.zero_grad()
+                if sharded and step:
+                    table, events = "model.embed_tokens.weight", watch.events
+                    gathered = [name for kind, name in events if kind == "gather"]
+                    assert len(gathered) == {"alone": 11, "tied": 6 + 3}.get(case, 12), (case, gathered)
+                    if case == "tied":
+                        order = [name for kind, name in events if kind == "gather" or name == table]
+                        first = "model.layers.0.self_attn.q_proj.weight"
+                        assert order.index(table) < order.index(table, 3) < len(order) - 1, "gone behind its head"
+                        assert order.count(first) == 2, order
+            results.append([param.detach().clone() for param in model.parameters()])
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_tables_are_gathered_for_what_reads_them() -> None:
+    run_ranks(tables, 2, timeout=60)
 
 
 def weights_alone(rank: int, world: int) -> None:

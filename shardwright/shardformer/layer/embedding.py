@@ -48,7 +48,7 @@ class VocabParallel(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         shard = self.vocabulary
-        if own_forward(self) is nn.Embedding.forward:
+        if self.only_looks_up:
             return vocab_embedding(ids, self.weight, shard, self.global_padding_idx)
         # A subclass does something of its own to the rows (scales them): let it, on this rank's rows.
         foreign = (ids < shard.start) | (ids >= shard.start + shard.length)
@@ -56,6 +56,11 @@ class VocabParallel(ParallelModule):
             (ids - shard.start).masked_fill(foreign, 0)
         )
         return reduce_from_group(rows.masked_fill(foreign.unsqueeze(-1), 0), shard.group)
+
+    @property
+    def only_looks_up(self) -> bool:
+        """Whether nothing but rows of the weight comes out, so that backward reads no weight."""
+        return own_forward(self) is nn.Embedding.forward
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} of {self.vocabulary.size} rows, {self.weight.shape[1]}"
