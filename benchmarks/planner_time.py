@@ -3,7 +3,7 @@
     shardwright calibrate --device cpu -o calibration.json
     python benchmarks/planner_time.py calibration.json [--rounds 5] [--out figures.json]
 
-A Llama is trained on one global batch in twenty layouts of one, two and four ranks; those of as many ranks take turns,
+A Llama is trained on one global batch in 20 layouts of one and two ranks and seven of four; those of as many ranks take turns,
 some steps at a time, as a job's weights lie in the caches from step to step. So do the steps of other models by which
 `shardwright calibrate` tells how fast the machine is at the time, which need not be what it was when that ran. Printed
 are the medians of the wall time of a step (the slowest rank's) and of its processor time (summed over ranks), beside
@@ -68,6 +68,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {**PIPE, "pp_style": "interleaved", "num_model_chunks": 2, "num_microbatches": 4},
     ),
     "pp 2, zbv, 4 microbatches": (2, {**PIPE, "pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4}),
+    "dp 2, ZeRO-3, 4 microbatches": (2, {"zero_stage": 3, "num_microbatches": 4}),
+    "dp 2, ZeRO-1, recomputed": (2, {"zero_stage": 1, "num_microbatches": 1, "gradient_checkpoint_config": AGAIN}),
+    "tp 2, 1 microbatch": (2, {"tp_size": 2, "num_microbatches": 1}),
+    "tp 2, split_gather": (2, {"tp_size": 2, "enable_sequence_parallelism": True, "num_microbatches": 2}),
+    "pp 2, 1F1B, recomputed": (2, {**PIPE, "num_microbatches": 4, "gradient_checkpoint_config": AGAIN}),
+    "pp 2, zbv, 8 microbatches": (2, {**PIPE, "pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 8}),
+    "pp 2, dualpipev": (2, {**PIPE, "pp_style": "dualpipev", "num_model_chunks": 2, "num_microbatches": 4}),
     "dp 4, ZeRO-1": (4, {"zero_stage": 1, "num_microbatches": 1}),
     "dp 4, ZeRO-3": (4, {"zero_stage": 3, "num_microbatches": 1}),
     "tp 4": (4, {"tp_size": 4, "num_microbatches": 1}),

@@ -7,7 +7,7 @@
 Whole numbers and truth values stay real, since hosts look at them: ids, masks, counts, headers of messages. So do
 single numbers, tables of ones (which masks of floating dtype are made of) and what was there before. Collectives of
 fakes, and messages, are over at once. What a host reads off a fake is made up: a loss of 1, a condition that does not
-hold.
+hold. So is where the largest of some fakes are (`lots`).
 
 Of a job of GPUs attention and dropout are kernels that a CPU does not have (`fused_kernels`).
 """
@@ -35,6 +35,7 @@ from ..utils.device import chosen_as_for
 from ..utils.pytree import TorchDispatchMode
 from .fake_kernels import find_fake
 from .fused_kernels import fused_kernels
+from .lots import largest
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -121,6 +122,10 @@ class Fakes(TorchDispatchMode):
             # parameter; others are not
             if func is _aten.detach.default and weakref.getweakrefcount(result):
                 result = func(*args, **kwargs)
+        if func is _aten.topk.default:
+            return result[0], _by_lot(args[0], args[2] if len(args) > 2 else -1, result[1])
+        if func is _aten.argmax.default:
+            return _by_lot(args[0], args[1] if len(args) > 1 else None, result)
         return result
 
 
@@ -167,6 +172,11 @@ def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
         vars(copied).update(copy.deepcopy(others, memo))
     found: torch.Tensor = memo[id(tensor)]
     return found
+
+
+def _by_lot(numbers: torch.Tensor, dim: int | None, places: FakeTensor) -> torch.Tensor:
+    """Whole numbers, which are real like others, in place of fakes."""
+    return largest(numbers.shape, dim, places.shape) if places.fake_device.type == "cpu" else places
 
 
 def _is_for_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
