@@ -58,6 +58,7 @@ def test_the_page_has_the_figures_of_json(capsys: pytest.CaptureFixture[str], tm
     assert [peak["fullest"] for peak in said["peaks"]].index(True) == 0
     assert page.index("rank 0</b><span") < page.index("rank 1</b>"), "and the fullest rank is marked"
     assert page.count('<svg class="memory"') == 2
+    assert page.count("<figcaption>") == page.count("</figcaption>") == 2
     assert all(f"<title>{action}:" in page for action in ("0F0", "0B4", "1F4", "1B0"))
 
 
