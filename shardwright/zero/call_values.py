@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..utils.pytree import tree_leaves
 
@@ -29,6 +30,8 @@ def mutable(tree: Any) -> Iterator[Any]:
             yield from mutable(part)
     elif isinstance(tree, list | dict) or dataclasses.is_dataclass(tree):
         yield tree
+    elif hasattr(tree, "__dict__") and not isinstance(tree, torch.Tensor | nn.Module | type):
+        yield vars(tree)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -39,3 +42,15 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
     return found
+
+
+def held_by(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What `module` and its parts have in attributes, also in lists and dicts there, but for parameters."""
+    for part in module.modules():
+        for value in (*vars(part).values(), *part._buffers.values()):
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, list | tuple):
+                yield from (each for each in value if isinstance(each, torch.Tensor))
+            elif type(value) is dict and value is not part._parameters and value is not part._buffers:
+                yield from (each for each in value.values() if isinstance(each, torch.Tensor))
