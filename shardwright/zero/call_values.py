@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 from ..utils.pytree import tree_leaves
+
+_WITHOUT = {bool, int, float, str, type(None), set, OrderedDict}
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 def replaced(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -45,12 +49,20 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def held_by(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What `module` and its parts have in attributes, also in lists and dicts there, but for parameters."""
+    """What `module` and its parts have in attributes, also in lists and dicts there, but for parameters. Asked in every
+    call, of every part that runs code of others.
+    """
     for part in module.modules():
-        for value in (*vars(part).values(), *part._buffers.values()):
+        if type(part).__module__.startswith("torch.nn.") and not part._forward_hooks and not part._forward_pre_hooks:
+            continue
+        for name, value in vars(part).items():
+            kind = type(value)
+            if kind in _WITHOUT or name in _REGISTERED:
+                continue
             if isinstance(value, torch.Tensor):
                 yield value
             elif isinstance(value, list | tuple):
                 yield from (each for each in value if isinstance(each, torch.Tensor))
-            elif type(value) is dict and value is not part._parameters and value is not part._buffers:
+            elif kind is dict:
                 yield from (each for each in value.values() if isinstance(each, torch.Tensor))
+        yield from (buffer for buffer in part._buffers.values() if buffer is not None)
