@@ -84,7 +84,7 @@ def device(args: argparse.Namespace) -> Machine:
 
     return device_of(
         args.calibration,
-        args.gpu if args.calibration else args.gpu or _GPU,
+        _GPU if args.gpu is None and args.calibration is None else args.gpu,
         _precision(args),
         args.world_size,
         memory=args.gpu_memory,
@@ -103,17 +103,20 @@ def run(args: argparse.Namespace, build: Callable[[], Any], optimizer: Callable[
     from ..planner.answer import as_data, as_text
     from ..planner.remade import remade
     from ..planner.search import Question, check_precision, search
+    from ..plugins.data.input_limits import InputLimits
 
     try:
         check_precision(_precision(args))
         machine = device(args)
-        length = args.seq_len or _LENGTH
+        length = args.seq_len or min(_LENGTH, InputLimits(build()).longest or _LENGTH)
         if args.optimizer == "none":
             raise ValueError("--optimizer none: the search is for training; give adamw, sgd or muon")
         batch = args.global_batch_size
         if batch is None:
             batch = max(_TOKENS // length // args.world_size, 1) * args.world_size
-        question = Question(remade(build), optimizer, machine, args.world_size, batch, length, _precision(args))
+        sizes = args.world_size, batch, length
+        names = args.model, args.optimizer
+        question = Question(remade(build), optimizer, machine, *sizes, _precision(args), *names)
         found = search(question)
     except ValueError as error:
         print(f"No layout was found: {error}")

@@ -127,6 +127,12 @@ def graph_time(tensor: torch.Tensor) -> int:
     return number
 
 
+def next_graph_time() -> int:
+    """The `graph_time` of what is recorded next. Checked on torch 2.13: `torch.autograd._get_sequence_nr`."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
 def runs_backward() -> bool:
     """Whether this code runs as a part of a backward. Checked on torch 2.11 and 2.13: `_current_graph_task_id`."""
     return torch._C._current_graph_task_id() != -1

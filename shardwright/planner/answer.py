@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,14 @@ def search_arguments(
     return given | ({"gradient_checkpoint_config": PipelineGradientCheckpointConfig(**again)} if again else {})
 
 
-def flags(found: Estimate, precision: str, along: bool, length: int) -> str:
-    """Of `shardwright plan`."""
+def flags(found: Estimate, question: Question, along: bool) -> str:
+    """Of `shardwright plan`, but for the model."""
     layout = found.layout
     words = [f"--world-size {layout.tp * layout.pp * layout.sp * layout.dp}"]
-    words.append(f"--batch-size {layout.samples * layout.count} --seq-len {length}")
-    for name, value in plugin_arguments(found, precision, along).items():
+    words.append(f"--batch-size {layout.samples * layout.count} --seq-len {question.length}")
+    words += [f"--optimizer {question.optimizer_name}"] if question.optimizer_name != "adamw" else []
+    words += [f"--device {question.machine.device}"] if question.machine.device != "cuda" else []
+    for name, value in plugin_arguments(found, question.precision, along).items():
         option = "--" + name.replace("_", "-")
         words.append(option if value is True else f"{option} {value}")
     words += [f"--recompute {layout.whole:g}"] if layout.whole else []
@@ -143,7 +146,7 @@ def as_text(found: Found, question: Question) -> str:
         f"{size(round(best.memory))} on the fullest rank of {size(round(found.limit))} that it may take",
         "  of a step: " + ", ".join(f"{what} {_percent(part, best.seconds)}" for what, part in best.parts.items()),
         "",
-        f"shardwright plan --model ... {flags(best, question.precision, found.along, question.length)}",
+        f"shardwright plan --model {shlex.quote(question.model_name)} {flags(best, question, found.along)}",
         from_config_words(best, question, found.along),
         "",
     ]
@@ -201,7 +204,7 @@ def as_data(found: Found, question: Question) -> dict[str, Any]:
             "tokens_per_second": tokens(one, question),
             "mfu": one.mfu,
             "parts": one.parts,
-            "flags": flags(one, question.precision, found.along, question.length),
+            "flags": flags(one, question, found.along),
             "from_config": form,
             "arguments": besides,
             "recompute": recompute_of(one),

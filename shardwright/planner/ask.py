@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,8 +51,11 @@ def answer(asked: Mapping[str, Any], written: bytes) -> dict[str, str]:
     return {
         "arguments": json.dumps(plugin_arguments(found.best, question.precision, found.along)),
         "recompute": json.dumps(recompute_of(found.best)),
-        "report": as_text(found, question),
+        "report": as_text(found, replace(question, optimizer_name=job.optimizer_name)),
     }
+
+
+_NAMES = {"SGD": "sgd", "Muon": "muon"}  # that `shardwright plan` knows; others are taken for AdamW
 
 
 class _Job:
@@ -64,6 +68,11 @@ class _Job:
     def model(self) -> nn.Module:
         found, self._made = with_lazy_weights(self._written)
         return found
+
+    @property
+    def optimizer_name(self) -> str:
+        """Of `shardwright plan`, for the model that was made last."""
+        return _NAMES.get(type(self._made).__name__, "adamw")
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """For the model that was made last, of which layers may be gone."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from ..models.example_inputs import training_batches
 
 _LENGTH, _TARGET_LENGTH = 12, 8  # tokens of a sample in `training_batches`, and of what a decoder writes
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
+_MOST = 4 * 2**30  # bytes of an input, which a batch holds for real
 
 
 def batch_of(model: nn.Module, samples: int, length: int | None, target_length: int | None = None) -> dict[str, Any]:
     """`samples` rows of `length` tokens, none of them padding; images have the size that the config says. What the
     decoder of an encoder-decoder writes has `target_length` tokens, or `length` too. ValueError where the config does
-    not say what comes in front of labels.
+    not say what comes in front of labels, and where there is no room for the batch.
     """
     example = next(training_batches(model))
     example.pop("attention_mask", None)
@@ -26,7 +28,14 @@ def batch_of(model: nn.Module, samples: int, length: int | None, target_length: 
         _check_start(model)
     lengths = {_LENGTH: length}
     targets = {_LENGTH: length, _TARGET_LENGTH: target_length or length} if writes(model) else lengths
-    return {key: _resized(value, samples, targets if key in _TARGETS else lengths) for key, value in example.items()}
+    shapes = {key: _shape(value, samples, targets if key in _TARGETS else lengths) for key, value in example.items()}
+    for key, shape in shapes.items():
+        if shape and (amount := math.prod(shape) * example[key].element_size()) > _MOST:
+            raise ValueError(
+                f"{key} of {list(shape)} takes {amount / 2**30:.4g} GiB, and a replayed batch may take "
+                f"{_MOST / 2**30:g} GiB: fewer samples or fewer tokens would work"
+            )
+    return {key: _resized(value, shapes[key]) for key, value in example.items()}
 
 
 def writes(model: nn.Module) -> bool:
@@ -59,16 +68,25 @@ def _is_text(value: torch.Tensor) -> bool:
     return not value.is_floating_point() and _LENGTH in value.shape[1:]
 
 
-def _resized(value: Any, samples: int, lengths: Mapping[int, int | None]) -> Any:
-    """Rows and tokens of an example, again and again; `lengths` by those of the example."""
-    if not isinstance(value, torch.Tensor) or not value.dim():
+def _shape(value: Any, samples: int, lengths: Mapping[int, int | None]) -> list[int]:
+    """Of an example's tensor with the rows and tokens that are asked for; `lengths` by those of the example."""
+    if not isinstance(value, torch.Tensor):
+        return []
+    found = [lengths.get(size) or size for size in value.shape]
+    if found:
+        found[0] = samples if value.shape[0] == SAMPLES else value.shape[0]
+    return found
+
+
+def _resized(value: Any, shape: Sequence[int]) -> Any:
+    """Rows and tokens of an example, again and again."""
+    if not shape:
         return value
     if value.is_meta:  # images of a model without weights
         value = torch.zeros(value.shape, dtype=value.dtype)
     found = value
-    for dim, size in enumerate(value.shape):
-        wanted = samples if dim == 0 and size == SAMPLES else lengths.get(size) if dim else None
-        if wanted is not None:
+    for dim, (size, wanted) in enumerate(zip(value.shape, shape, strict=True)):
+        if wanted != size:
             found = found.index_select(dim, torch.arange(wanted) % size)
     return found.contiguous()
 

@@ -150,7 +150,7 @@ def _check(found: Calibration) -> None:
         if not _is_number(found.host[name]):
             raise ValueError(f"host.{name} is {found.host[name]!r}")
     for ranks, times in found.whole.items():
-        if not (int(ranks) > 0 and len(times) == 3 and all(map(_is_number, times))):
+        if not (int(ranks) > 0 and len(times) == 3 and all(_is_number(time) and time > 0 for time in times)):
             raise ValueError(f"whole.{ranks} is {times!r}")
     tables = [*found.products.values(), *found.attention.values(), *found.collectives.values()]
     if not (found.products and found.attention and found.moving and found.optimizer and all(tables)):

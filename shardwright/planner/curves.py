@@ -34,10 +34,17 @@ class Curve(NamedTuple):
 
 
 def by_holder(labels: Iterable[Hashable], amounts: Any) -> Held:
-    """Bytes by name, most first; `amounts` has one for each of the labels, of which some have the same name."""
+    """Bytes by name, most first, which sum up to those of `amounts`; these have one for each of the labels, of which
+    some have the same name.
+    """
     held: dict[str, int] = {}
     for label, amount in zip(labels, amounts, strict=True):
         held[str(label)] = held.get(str(label), 0) + round(float(amount))
+    # Where an action stands for one in another order, what it let go of may have another name: a gradient that was sent
+    # for a result that was. So one name has less than nothing, and others have as much too much.
+    lacking = sum(size for size in held.values() if size < 0)
+    if lacking:
+        held[max(held, key=lambda what: held[what])] += lacking
     return tuple(sorted(((what, size) for what, size in held.items() if size > 0), key=lambda one: -one[1]))
 
 

@@ -70,7 +70,9 @@ class Estimator:
 
     @cached_property
     def _by_kind(self) -> list[tuple[float, float, float]]:
-        """Seconds of a layer's forward, backward, and of what of its backward can wait, of each kind."""
+        """Seconds of a layer's forward, backward, and of what of its backward can wait, of each kind; where nothing is
+        recomputed.
+        """
         return [self._actions_of(kind) for kind in self._rates.kinds]
 
     def _actions_of(self, layer: PartCost) -> tuple[float, float, float]:
@@ -80,11 +82,33 @@ class Estimator:
         forward = layer.forward + layer.start + sent[0] + ring
         backward = layer.backward + layer.start_back + sent[1] + ring + self._added(layer)
         host = self._task.machine.host
-        backward += layout.whole * (forward + host.again[0])
-        backward += layout.selective * (layer.cheap + layer.start / 2 + host.again[1])
         if STYLES[layout.style].splits and layout.pp > 1:
             backward += host.waiting
         return forward, backward, layer.forward
+
+    @cached_property
+    def _again_by_kind(self) -> tuple[list[float], list[float]]:
+        """Seconds of a layer's backward for what is recomputed, as a whole and in part, of each kind."""
+        whole, in_part = self._task.machine.host.again
+        kinds = self._rates.kinds
+        return (
+            [forward + whole for forward, _, _ in self._by_kind],
+            [kind.cheap + kind.start / 2 + in_part for kind in kinds],
+        )
+
+    def _recomputed(self, layers: range) -> list[tuple[range, list[float]]]:
+        """Those of a stage's layers that are, the first ones, and what it adds to the backward of each kind."""
+        whole, selective = self._footprint.recomputed(layers)
+        parts = layers[:whole], layers[whole : whole + selective]
+        return [(part, own) for part, own in zip(parts, self._again_by_kind, strict=True) if part]
+
+    def _again(self, layers: range) -> float:
+        """Seconds for what is recomputed of a stage with these layers."""
+        return sum(
+            number * seconds
+            for part, own in self._recomputed(layers)
+            for number, seconds in zip(self._rates.numbers(part), own, strict=True)
+        )
 
     def _actions(self, layers: range) -> tuple[float, float, float]:
         """The same of all these layers together."""
@@ -92,7 +116,7 @@ class Estimator:
         forward, backward, late = (
             sum(number * own[index] for number, own in zip(numbers, self._by_kind, strict=True)) for index in range(3)
         )
-        return forward, backward, late
+        return forward, backward + self._again(layers), late
 
     @property
     def _every(self) -> range:
@@ -106,12 +130,15 @@ class Estimator:
         """Seconds of all layers' forwards and backwards that wait for what ZeRO-3 gathers and reduces meanwhile. Chunks
         of pipelines are gathered as a whole.
         """
-        found = 0.0
-        numbers = self._rates.numbers(self._every)
-        for number, kind, (forward, backward, _) in zip(numbers, self._rates.kinds, self._by_kind, strict=True):
-            gather = self._among_data(self._footprint.itemsize * kind.parameters)
-            reduce = self._among_data(4 * kind.parameters)
-            found += number * (max(gather - forward, 0.0) + max(gather + reduce - backward, 0.0))
+        found, every = 0.0, self._every
+        again = self._recomputed(every)
+        plain = every[sum(len(part) for part, _ in again) :]
+        for part, more in (*again, (plain, [0.0] * len(self._rates.kinds))):
+            every_kind = zip(self._rates.numbers(part), self._rates.kinds, self._by_kind, more, strict=True)
+            for number, kind, (forward, backward, _), added in every_kind:
+                gather = self._among_data(self._footprint.itemsize * kind.parameters)
+                reduce = self._among_data(4 * kind.parameters)
+                found += number * (max(gather - forward, 0.0) + max(gather + reduce - backward - added, 0.0))
         return found
 
     def _among_data(self, size: float) -> float:
@@ -212,7 +239,7 @@ class Estimator:
 
     def _computing(self) -> float:
         """Of a rank with its share of everything, all microbatches."""
-        whole = sum(self._actions(self._every)[:2]) + sum(self._rest)
+        whole = sum(forward + backward for forward, backward, _ in self._of_stages) + sum(self._rest)
         return self._layout.count * (whole / self._layout.pp + 2 * self._layout.chunks * self._action)
 
     @property

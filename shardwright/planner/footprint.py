@@ -123,7 +123,7 @@ class Footprint:
             [share * kind.parameters for share in reversed(shares or (1.0,))]
             for kind, shares in zip(rates.kinds, rates.shares, strict=True)
         ]
-        again = sum(self._recomputed(stage.layers)) if self._splits else 0
+        again = sum(self.recomputed(stage.layers)) if self._splits else 0
 
         def tensors(layers: range) -> list[float]:
             return [size for layer in reversed(layers) for size in of_kind[rates.order[layer]]]
@@ -173,7 +173,7 @@ class Footprint:
 
     def _kept(self, layers: range) -> float:
         """Of the layers of a stage, of a microbatch."""
-        whole, selective = self._recomputed(layers)
+        whole, selective = self.recomputed(layers)
         second, third = layers[whole : whole + selective], layers[whole + selective :]
         numbers = self._rates.numbers(second)
         in_part = sum(number * each for number, each in zip(numbers, self._kept_in_part, strict=True))
@@ -186,7 +186,7 @@ class Footprint:
         """
         return [min(self._kept_whole + max(kind.made - self.hidden, 0.0), kind.kept) for kind in self._rates.kinds]
 
-    def _recomputed(self, layers: range) -> tuple[int, int]:
+    def recomputed(self, layers: range) -> tuple[int, int]:
         """Layers of a stage that are, as a whole and in part; shares are rounded down, as the plugin has it."""
         whole = int(self._layout.whole * len(layers))
         return whole, min(int(self._layout.selective * len(layers)), len(layers) - whole)
@@ -204,7 +204,7 @@ class Footprint:
     def _transient(self, layers: Sequence[range]) -> tuple[float, float]:
         """Of these layers, and where the head is too."""
         rest, layout = self._rates.rest, self._layout
-        recomputes = layout.whole or layout.selective
+        recomputes = any(any(self.recomputed(each)) for each in layers)
         of_layers = max(
             max(kind.forward_top, kind.backward_top + (kind.kept if recomputes else 0.0))
             for kind in self._rates.present(layers)
@@ -261,7 +261,7 @@ class Footprint:
         """
         layout = self._layout
         # from stage 2 on those of layers that are recomputed do not wait, nor at stage 3 those of the head
-        prompt = [sum(self._recomputed(layers)) if layout.zero >= 2 else 0 for layers in self._cut]
+        prompt = [sum(self.recomputed(layers)) if layout.zero >= 2 else 0 for layers in self._cut]
         deferred = [
             _WAITS * self._rates.total("made", layers[again:]) for layers, again in zip(self._cut, prompt, strict=True)
         ]

@@ -4,7 +4,6 @@ reach the shares below. Estimates, until `Machine` is made of what was measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from .gpus import gpu
 from .operators import Operator
 
 GIB = 2**30
+_LEAST, _MOST = 1e-9, 1e9  # of GiB, GB/s and devices: beyond, bytes and times are no longer finite
 
 
 class Host(NamedTuple):
@@ -179,5 +179,5 @@ def check_known(memory: float | None, per_node: int | None, inside: float | None
         ("inside_bandwidth", inside),
         ("between_bandwidth", between),
     ):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{option}={value} must be a finite number above 0")
+        if value is not None and not _LEAST <= value <= _MOST:
+            raise ValueError(f"{option}={value} must be a finite number above 0, from {_LEAST:g} to {_MOST:g}")

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..models.config import KEY_VALUE_HEADS, QUERY_HEADS, first_int, hidden_size
 from ..models.layer_chain import Unit, find_units
+from ..plugins.data.input_limits import InputLimits
 from ..plugins.hybrid.resolved import size
 from ..utils.device import planning_for
 from ..utils.errors import counted
@@ -53,6 +54,7 @@ class Question:
     machine, world_size
     global_batch, length    samples of a step, and tokens of one
     precision
+    model_name, optimizer_name    what `shardwright plan` calls them
     """
 
     model: Callable[[], nn.Module]
@@ -62,6 +64,8 @@ class Question:
     global_batch: int
     length: int
     precision: str = "bf16"
+    model_name: str = "..."
+    optimizer_name: str = "adamw"
 
 
 class Found(NamedTuple):
@@ -93,6 +97,7 @@ class Search:
         _check(question)
         self._question = question
         self._model = model = question.model()
+        InputLimits(model).check_length(question.length)
         units = _units(model)
         self._layers = len(units)
         self.along = False  # whether tensor-parallel ranks split sequences
@@ -249,7 +254,8 @@ class Search:
                 if pp * chunks > self._layers or (style == "interleaved" and count % pp):
                     continue
                 for zero in stages:
-                    for whole, selective in _AGAIN:
+                    most = self._layers - pp * chunks + 1  # of a stage
+                    for whole, selective in (shares for shares in _AGAIN if not any(shares) or max(shares) * most >= 1):
                         yield Layout(tp, pp, sp, dp, zero, style, chunks, samples, count, whole, selective)
 
     def _neighbours(self, best: Layout) -> Iterator[tuple[str, Layout]]:

@@ -27,9 +27,11 @@ class PrecisionPolicy:
     fp16    floating-point parameters work in fp16, with a scaled loss
 
     Modules, parameters and buffers that a transformers model names in `_keep_in_fp32_modules_strict` stay in fp32, in
-    fp16 also those of `_keep_in_fp32_modules`, whose numbers leave its range (as transformers itself loads them); and
-    so do batch norms, whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow the
-    parameters; non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in.
+    fp16 also those of `_keep_in_fp32_modules`, whose numbers leave its range (as transformers itself loads them); so
+    do classifiers of routers with a `router_dtype` of fp32 (Switch, NLLB-MoE), which their forward casts in place, and
+    batch norms, whose running statistics would stop moving in 8 bits of mantissa. Persistent buffers follow the
+    parameters; non-persistent ones (rotary frequencies, masks) keep the dtype that the model computed them in, but for
+    sinusoidal tables (M2M-100, XGLM), which are added to embeddings as they are.
     """
 
     def __init__(self, precision: str) -> None:
@@ -64,7 +66,8 @@ class PrecisionPolicy:
         kept = _kept_in_fp32(model, self.dtype)
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
+                is_table = name == "weights" and hasattr(module, "make_weights")
+                if is_table or name not in module._non_persistent_buffers_set:
                     keep = _stays(kept, module, prefix, name)
                     module._buffers[name] = buffer.to(self._dtype_of(buffer, keep))
 
@@ -81,9 +84,11 @@ def _kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> re.Pattern[str
     """
     attributes = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (dtype == torch.float16)
     names: set[str] = set()
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for attribute in attributes:
             names.update(getattr(module, attribute, None) or ())
+        if vars(module).get("dtype") is torch.float32 and isinstance(getattr(module, "classifier", None), nn.Module):
+            names.add(f"{prefix}.classifier".lstrip("."))  # a router that casts it in each call
     if not names:
         return None
     return re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in sorted(names)))

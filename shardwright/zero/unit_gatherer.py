@@ -20,9 +20,10 @@ each call, the gradient of what several layers get (an encoder's output, a table
 first, which rounds another way than the model alone does.
 
 [Note: what a module gives away] Hooks see a backward begin where they see what the forward gave: tensors in its output,
-and in the lists, dicts and dataclasses of its input, which stay the very objects that the caller has, because a module
-may write to them. A module that shows no tensor at all stays gathered until the step. A part of a weight that is
-returned is copied: it would go with the weight.
+in its attributes (losses of routers), and in lists, dicts and objects of its input, which stay the very ones that the
+caller has, because a module may write to them. A module that computes and shows none of it stays gathered until the
+step: what it returns unchanged gets its gradient when its own backward is over. A part of a weight that is returned is
+copied: it would go with the weight.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster import job
-from ..comm.compat import graph_time
+from ..comm.compat import graph_time, next_graph_time
 from ..interface.shards import KeptShard, keep_shard
 from ..logging import get_dist_logger
 from ..utils.labels import labelled
 from ..utils.pytree import tree_map_only
-from .call_values import mutable, replaced, tensors_in
+from .call_values import held_by, mutable, replaced, tensors_in
 from .data_writes import DataWrites
 from .groups import Groups
 from .lookups import is_watched, only_looks_up
@@ -254,7 +255,7 @@ class UnitGatherer:
             return None
         use = _Use(unit)
         unit.calls.append(use)
-        use.first = max((other.last for other in self._uses), default=-1) + 1
+        use.first = next_graph_time()
         newest = max(filter(_is_differentiable, tensors_in((args, kwargs))), key=_time_made, default=None)
         if newest is None:
             return None
@@ -269,11 +270,10 @@ class UnitGatherer:
 
         renamed = replaced(rename, args), {key: replaced(rename, value) for key, value in kwargs.items()}
         if aliases:
-            use.first = graph_time(aliases[0]) + 1
+            use.first = next_graph_time()
             aliases[0].register_hook(partial(self._input_done, use))
             return renamed
         if newest.grad_fn is not None:
-            use.first = max(use.first, graph_time(newest) + 1)
             newest.register_hook(partial(self._input_done, use))
         return None
 
@@ -288,7 +288,8 @@ class UnitGatherer:
             copied = tree_map_only(torch.Tensor, self._own_memory, output)
             given = tensors_in(copied)
         if use is not None:
-            self._await_backward(use, given, (args, tuple(kwargs.values())))
+            elsewhere = [*mutable((args, tuple(kwargs.values()))), *(() if stays else held_by(module))]
+            self._await_backward(use, given, elsewhere)
             if use.last >= 0:
                 if not stays:
                     self._uses.append(use)
@@ -302,11 +303,10 @@ class UnitGatherer:
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor._base is not None and tensor._base in self._places else tensor
 
-    def _await_backward(self, use: _Use, given: Sequence[torch.Tensor], inputs: Any) -> None:
+    def _await_backward(self, use: _Use, given: Sequence[torch.Tensor], elsewhere: list[Any]) -> None:
         """See [Note: what a module gives away]."""
-        written = tensors_in(list(mutable(inputs)))
-        if not given and not written:
-            use.unit.lasting = True
+        has_recorded = next_graph_time() > use.first
+        written = tensors_in(elsewhere)
         # Where a view is changed in place, its own history is no longer that of the tensor it looks at.
         for tensor in (*given, *written, *(tensor._base for tensor in given if tensor._base is not None)):
             if tensor.grad_fn is None:
@@ -315,6 +315,8 @@ class UnitGatherer:
             if made >= use.first:  # else it was given to the call, whose backward is over when its gradient is there
                 use.last = max(use.last, made)
                 tensor.register_hook(_Hook(partial(self._output_asked, use)))
+        if has_recorded and use.last < 0:
+            use.unit.lasting = True
 
     # Backward.
 

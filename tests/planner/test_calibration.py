@@ -84,6 +84,7 @@ def _tuples(found: Any) -> Any:
         ({"moving": [[1, 0, 10**400, 1e-3]]}, "is no measurement"),
         ({"moving": [[1, 0, 4, True]]}, "is no measurement"),
         ({"whole": {"1": [1.0, True, 1.0]}}, "whole.1 is [1.0, True, 1.0]"),
+        ({"whole": {"1": [0.0, 1.0, 1.0]}}, "whole.1 is [0.0, 1.0, 1.0]"),
         ({"messages": [[0, 0, 8, 1e-3]]}, "is no measurement"),
         ({"collectives": {"all_reduce": [[2, 8, 0, 1e-3]]}}, "something that is moved or sent has no bytes"),
         ("[" * 100000, "is no JSON"),

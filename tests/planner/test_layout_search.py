@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,19 @@ def test_estimates_are_what_arithmetic_says() -> None:
     assert again.memory < alone.memory - 14 * GIB
 
 
+def test_shares_of_layers_are_rounded_down_as_the_plugin_does() -> None:
+    def piped(pp: int, whole: float, selective: float = 0.0) -> Estimate:
+        sizes = {"pp": pp, "dp": 1, "zero": 0, "samples": 1, "count": 32}
+        return estimated(0.0, **sizes, whole=whole, selective=selective)
+
+    for shares in ((0.5, 0.0), (0.0, 0.9)):
+        alone, same = piped(16, 0.0), piped(16, *shares)
+        assert (same.seconds, same.memory) == (alone.seconds, alone.memory), "of one layer none is recomputed"
+    alone, one = piped(4, 0.0), piped(4, 0.45)
+    added = one.parts["computing"] - alone.parts["computing"]
+    assert added == pytest.approx(32 * 1e12 / (312e12 * DEVICE.product), rel=0.01), "one of four layers, not 1.8"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -73,6 +87,10 @@ def test_estimates_are_what_arithmetic_says() -> None:
         ("--seq-len -4", "--seq-len -4 must be at least 1"),
         ("--gpus-per-node 0", "gpus_per_node=0 must be a finite number above 0"),
         ("--inside-bandwidth nan", "inside_bandwidth=nan must be a finite number above 0"),
+        ("--gpu-memory 1e300", "gpu_memory=1e+300 must be a finite number above 0, from 1e-09 to 1e+09"),
+        ("--inside-bandwidth 1e-300", "inside_bandwidth=1e-300 must be"),
+        ("--gpu=", "gpu='' is not one of"),
+        ("--seq-len 100000000000", "a replayed batch may take 4 GiB: fewer samples or fewer tokens would work"),
         ("--gpu v100", "a v100 has no units for it; it computes fp32, fp16"),
     ],
 )
@@ -82,6 +100,17 @@ def test_nonsense_is_told(
     monkeypatch.setattr("shardwright.planner.search.profile", lambda source, ranks: PROFILE)
     assert main(["plan", "--search", "--model", "llama-tiny", "--world-size", "8", *arguments.split()]) == 1
     assert said in capsys.readouterr().out
+
+
+def test_texts_are_as_long_as_the_model_has_positions_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwright.planner.search.profile", lambda source, ranks: PROFILE)
+    command = ["plan", "--search", "--model", "gpt2", "--world-size", "8"]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["length"] == 1024
+    assert main([*command, "--seq-len", "2048"]) == 1
+    assert "sequence_length=2048, and GPT2LMHeadModel has learned positions for 1024" in capsys.readouterr().out
 
 
 def test_models_that_the_search_cannot_tell_of_are_named(
@@ -162,8 +191,21 @@ def test_what_is_printed_can_be_used(capsys: pytest.CaptureFixture[str]) -> None
     assert {one["layout"]["tp"] for one in found["layouts"]} == {1, 2}  # two heads of keys
     assert found["layouts"][0]["seconds"] == min(one["seconds"] for one in found["layouts"])
     piped = next(one for one in found["layouts"] if one["layout"]["pp"] > 1)
+    again = {(one["layout"]["pp"], one["layout"]["whole"]) for one in (*found["layouts"], *found["neighbours"])}
+    assert not again & {(4, 0.25), (4, 0.5)}, "shares of one layer that round to none"
     for one in (found["layouts"][0], piped):
         assert main(["plan", "--check", "--model", "llama-tiny", *one["flags"].split()]) == 0
+
+
+def test_flags_check_what_was_searched(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright.planner.search.profile", lambda source, ranks: PROFILE)
+    monkeypatch.setattr("shardwright.cli.plan_search.device", lambda args: replace(DEVICE, device="cpu"))
+    command = "plan --search --model llama-tiny --world-size 8 --seq-len 64 --global-batch-size 32 --optimizer sgd"
+    assert main(command.split()) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("shardwright plan"))
+    assert line.startswith("shardwright plan --model llama-tiny --world-size 8 ")
+    assert " --optimizer sgd --device cpu " in line
+    assert main([*line.split()[1:], "--check"]) == 0
 
 
 def test_the_dict_form_says_the_same_as_arguments() -> None:

@@ -17,7 +17,7 @@ from shardwright.cli.plan_page.memory import grouped
 from shardwright.cli.plan_page.page import DRAWN, chosen
 from shardwright.pipeline.planning.actions import Action
 from shardwright.pipeline.timeline import MeasuredSpan
-from shardwright.planner.curves import Curve, Stretch
+from shardwright.planner.curves import Curve, Stretch, by_holder
 from shardwright.planner.replay import Job, Peak, replay
 from shardwright.testing.peaks import Case
 
@@ -58,6 +58,7 @@ def test_the_page_has_the_figures_of_json(capsys: pytest.CaptureFixture[str], tm
     assert [peak["fullest"] for peak in said["peaks"]].index(True) == 0
     assert page.index("rank 0</b><span") < page.index("rank 1</b>"), "and the fullest rank is marked"
     assert page.count('<svg class="memory"') == 2
+    assert page.count("<figcaption>") == page.count("</figcaption>") == 2
     assert all(f"<title>{action}:" in page for action in ("0F0", "0B4", "1F4", "1B0"))
 
 
@@ -102,6 +103,11 @@ def test_curves_of_whole_replays_reach_their_peaks() -> None:
     assert top.held == found.held
     assert curve.kept == found.kept
     assert [stretch.name for stretch in curve.stretches][1:5] == ["0F0", "0B0", "0F1", "0B1"]
+
+
+def test_holders_sum_up_to_what_is_held() -> None:
+    assert by_holder(("a", "b", "c", "a"), (4, -3, 5, 6)) == (("a", 7), ("c", 5))
+    assert by_holder(("a", "b"), (4.4, 0.0)) == (("a", 4),)
 
 
 def _stretch(name: str, most: int, left: int) -> Stretch:

@@ -157,6 +157,51 @@ class AsAttributes(Stack):
         return super().forward(x) + sum(layer.router_loss for layer in self.layers)
 
 
+class AttributesAlone(AsAttributes):
+    class block(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.router_loss = self.mix(x).square().mean()
+            return x
+
+
+class ObjectsAlone(Stack):
+    """What it appends to is neither a list nor anything that the layer knows: a closure."""
+
+    class block(Block):
+        def forward(self, x: torch.Tensor, note: Any) -> torch.Tensor:  # type: ignore[override]
+            note(self.mix(x).square().mean())
+            return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, found = self.inputs(x), list[torch.Tensor]()
+        for layer in self.layers:
+            hidden = layer(hidden, lambda loss: found.append(loss))
+        return hidden * self.scale + sum(found)
+
+
+class AttributesOfOne(AsAttributes):
+    """Backward begins in the middle, at what the second layer does not return: the third one asks nothing of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.layers
+        hidden = second(first(self.inputs(x)))
+        return third(hidden.detach()) * self.scale + second.router_loss
+
+
+class ObjectsOfOne(Stack):
+    class block(Block):
+        def forward(self, x: torch.Tensor, box: Mailbox) -> torch.Tensor:  # type: ignore[override]
+            hidden = self.mix(x)
+            box.hidden = self.up(hidden)
+            return hidden
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.layers
+        boxes = Mailbox(), Mailbox(), Mailbox()
+        hidden = second(first(self.inputs(x), boxes[0]), boxes[1])
+        return third(hidden.detach(), boxes[2]) * self.scale + boxes[1].hidden
+
+
 def features(step: int, samples: int) -> torch.Tensor:
     return torch.randn(samples, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
@@ -164,6 +209,7 @@ def features(step: int, samples: int) -> torch.Tensor:
 def own_models(rank: int, world: int) -> None:
     """Modules with habits of their own; steps with a forward that nothing is learned from, and one that fails."""
     kinds = (Appending, ByState, InDataclasses, InObjects, ViewsChanged, WeightsAsOutputs, CallingItself, AsAttributes)
+    kinds += (AttributesAlone, ObjectsAlone, AttributesOfOne, ObjectsOfOne)
     for kind in kinds:
         for ahead in (None, 0):
             torch.manual_seed(0)

@@ -258,8 +258,7 @@ def _memory(drawn: Drawn, curve: Curve, every: Sequence[Column], seconds: float)
     drawing = memory_svg(curve.rank, every, curve.kept, seconds, most, drawn.limit)
     return (
         f"<figure><figcaption><b>rank {curve.rank}</b>{mark}"
-        f'<span class="faint">{escape(words)}</span></figcaption><div class="told"></div>'
-        f"</figcaption>{drawing}</figure>"
+        f'<span class="faint">{escape(words)}</span></figcaption><div class="told"></div>{drawing}</figure>'
     )
 
 

@@ -123,6 +123,11 @@ class InputLimits:
             ):
                 length_limit.check(tensor)
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest samples; None where no table of positions ends them."""
+        return min((limit.most for limit in self.lengths), default=None)
+
     def check_length(self, tokens: int) -> None:
         """ValueError where samples of so many tokens, none of them padding, are too long."""
         for limit in self.lengths:
