@@ -3,12 +3,12 @@
     shardwright calibrate --device cpu -o calibration.json
     python benchmarks/planner_time.py calibration.json [--rounds 5] [--out figures.json]
 
-A Llama is trained on one global batch in 20 layouts of one and two ranks and seven of four; those of as many ranks take turns,
-some steps at a time, as a job's weights lie in the caches from step to step. So do the steps of other models by which
-`shardwright calibrate` tells how fast the machine is at the time, which need not be what it was when that ran. Printed
-are the medians of the wall time of a step (the slowest rank's) and of its processor time (summed over ranks), beside
-what is predicted of both, and how alike the orders are (Kendall's tau: 1 is the same, 0 none). On a busy machine look
-at the processor times, since ranks that share cores with others take longer.
+A Llama is trained on one global batch in twenty layouts of one and two ranks and seven of four; those of as many ranks
+take turns, some steps at a time, as a job's weights lie in the caches from step to step. So do the steps of other
+models by which `shardwright calibrate` tells how fast the machine is at the time, which need not be what it was when
+that ran. Printed are the medians of the wall time of a step (the slowest rank's) and of its processor time (summed over
+ranks), beside what is predicted of both, and how alike the orders are (Kendall's tau: 1 is the same, 0 none). On a busy
+machine look at the processor times, since ranks that share cores with others take longer.
 """
 
 from __future__ import annotations

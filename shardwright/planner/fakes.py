@@ -15,6 +15,7 @@ Of a job of GPUs attention and dropout are kernels that a CPU does not have (`fu
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import weakref
 from collections.abc import Iterator
@@ -75,6 +76,7 @@ class Fakes(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._stack.enter_context(_addresses())
+        self._stack.enter_context(_silence())
         if chosen_as_for("cpu") == "cuda":
             self._stack.enter_context(fused_kernels())
         return super().__enter__()
@@ -124,6 +126,8 @@ class Fakes(TorchDispatchMode):
                 result = func(*args, **kwargs)
         if func is _aten.topk.default:
             return result[0], _by_lot(args[0], args[2] if len(args) > 2 else -1, result[1])
+        if func is _aten.max.dim:
+            return result[0], _by_lot(args[0], args[1], result[1])
         if func is _aten.argmax.default:
             return _by_lot(args[0], args[1] if len(args) > 1 else None, result)
         return result
@@ -159,6 +163,17 @@ def _addresses() -> Iterator[None]:
             assert name not in vars(cls), (cls, name)
             setattr(cls, name, function)
         yield
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Without what torch logs, beside the error, when an operator cannot be called on fakes."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:

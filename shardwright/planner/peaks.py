@@ -20,7 +20,6 @@ import numpy as np
 
 from ..booster import Booster
 from ..models.config import has_experts
-from ..models.example_inputs import loss_of
 from ..pipeline.batch.microbatch import batch_size, microbatch_sizes
 from ..pipeline.cut.plan import CutPlan
 from ..pipeline.planning.actions import Action, Kind
@@ -36,7 +35,7 @@ from .holders import KEPT, Holders
 from .live_bytes import LiveBytes
 from .places import Place, like, places
 from .repeats import Class, More, extend, is_steady
-from .replay import LOOKED_AT, Book, Job, Peak, counts_host, joined, replay, silent
+from .replay import LOOKED_AT, Book, Job, Peak, counts_host, forward_and_backward, joined, replay, silent
 from .segments import BEFORE, OPTIMIZER, Amounts, Segment, Segments
 from .shorter import SEEN, NotShorterError, Shorter, changes, kinds_of, microbatches_left, shorten, shorter
 
@@ -224,7 +223,7 @@ class _Peaks:
 
             def step(rows: Mapping[str, Any]) -> None:
                 with holders.part("forward and backward"):
-                    booster.execute_pipeline(iter([rows]), model, lambda outputs, _: loss_of(outputs), optimizer)
+                    forward_and_backward(booster, model, optimizer, rows)
                 segments.begin(OPTIMIZER)
                 with holders.part("optimizer step"):
                     optimizer.step()

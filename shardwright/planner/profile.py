@@ -19,14 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..booster import Booster
-from ..models.example_inputs import loss_of
 from ..models.layer_chain import find_units
 from ..plugins import HybridParallelPlugin
 from .batches import first_rows
 from .fakes import Fakes
 from .live_bytes import LiveBytes
 from .operators import Operator, Operators
-from .replay import LOOKED_AT, joined
+from .replay import LOOKED_AT, forward_and_backward, joined
 from .segments import Segment, Segments
 from .shorter import SEEN, NotShorterError, kinds_of, runs, shorten, stage_of
 
@@ -229,7 +228,7 @@ def _measure(
                 operators.calls = {}
                 segments.done.clear()
                 with operators, segments.step():
-                    booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
+                    forward_and_backward(booster, model, optimizer, batch)
                     begins("behind")
                 assert optimizer is not None
                 optimizer.zero_grad()

@@ -147,10 +147,12 @@ class Book(dict[Hashable, Header]):
                 before = dict(self.guessed)
                 try:
                     found[place] = replayed(place)
-                except PipelineError:
+                except PipelineError as error:
                     is_stuck = place == left[-1] and len(failed) == len(left) - 1 and not further
                     if self.guessed == before or is_stuck:
-                        raise
+                        if error.__cause__ is None:
+                            raise
+                        raise _without_data(error.__cause__) from error
                     self.guessed = before
                     failed.append(place)
             if len(failed) == len(left):
@@ -201,6 +203,27 @@ def _replay_rank(
     return peak, model.executor.cut.placement
 
 
+def forward_and_backward(booster: Booster, model: Any, optimizer: Any, batch: Mapping[str, Any]) -> None:
+    """Of a training step on fakes; ValueError where a model cannot do without the numbers."""
+    try:
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
+    except (ValueError, PipelineError):
+        raise
+    except Exception as error:
+        raise _without_data(error) from error
+
+
+def _without_data(error: BaseException) -> ValueError:
+    if isinstance(error, ValueError):
+        return error
+    said = str(error).strip().splitlines() or [""]
+    return ValueError(
+        f"a step of this model cannot be replayed without data: on numbers that are made up it raises "
+        f"{type(error).__name__}: {said[0]}. Leave out --peak, --html or --search, which replay it; the layout and its "
+        "traffic are told without"
+    )
+
+
 def _step(
     booster: Booster,
     model: Any,
@@ -210,7 +233,7 @@ def _step(
     at_optimizer: Callable[[], None] | None = None,
 ) -> None:
     with holders.part("forward and backward"):
-        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: loss_of(outputs), optimizer)
+        forward_and_backward(booster, model, optimizer, batch)
     if at_optimizer is not None:
         at_optimizer()
     with holders.part("optimizer step"):

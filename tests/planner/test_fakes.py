@@ -80,3 +80,24 @@ def test_copies_are_fakes_of_their_own_and_go() -> None:
         del copied
         gc.collect()
         assert live.bytes() == before
+
+
+def test_what_is_largest_among_fakes_is_drawn_by_lot() -> None:
+    """Distinct along the dimension, all about as often, and the same again for as many."""
+    with Fakes():
+        scores = torch.randn(600, 8)
+        values, places = scores.topk(3)
+        assert is_fake(values)
+        assert not is_fake(places)
+        assert places.shape == (600, 3)
+        assert all(len(set(row)) == 3 for row in places.tolist())
+        counts = places.flatten().bincount(minlength=8)
+        assert counts.min() > 0.8 * 225
+        assert counts.max() < 1.2 * 225
+        torch.testing.assert_close(torch.randn(600, 8).topk(3)[1], places)
+        assert scores.topk(2, 0)[1].shape == (2, 8)
+        assert scores.topk(2, dim=0)[1].max() > 8
+        assert scores.view(2, 300, 8).argmax(1).shape == (2, 8)
+        assert scores.max(-1, keepdim=True)[1].shape == (600, 1)
+        assert scores.argmax().shape == ()
+        assert torch.empty(0, 8).topk(2)[1].shape == (0, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from shardwright.comm.payload import take_apart
 from shardwright.comm.shape_rules import MessageKey
 from shardwright.pipeline.runtime import PipelineError
 from shardwright.pipeline.schedules import STYLES
-from shardwright.planner.replay import Book
+from shardwright.planner.fakes import is_fake
+from shardwright.planner.replay import Book, Job, replay
 from shardwright.testing.peaks import Case, compare, draw, every
 
 # Two chunks on each rank: the first rank has messages from one that is replayed after it.
@@ -41,6 +44,38 @@ def test_copies_on_which_a_plan_is_tried_do_not_stay() -> None:
     """ViT has no policy of its own: what shards it is found out on small copies. A replay has it on paper."""
     for one in compare([Case("vit-image-classification", {"precision": "bf16", "tp_size": 2})], world=2):
         assert abs(one.off) <= 0.03, one
+
+
+class Looped(Case):
+    """Experts that run one after the other, each on the tokens that chose it."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes, "experts_implementation": "eager"}
+
+
+def test_experts_that_are_called_one_by_one_get_their_share_of_the_tokens() -> None:
+    """About what they get in a real step. They were replayed with a token each: a quarter of the peak was missing."""
+    for one in compare([Looped("qwen3-moe-causal-lm", {"precision": "bf16", "num_microbatches": 2})], world=1):
+        assert abs(one.off) <= 0.03, one
+
+
+def look(module: Any, args: Any) -> None:
+    if is_fake(args[0]):
+        raise KeyError(f"expert_{args[0].shape[0]}")
+
+
+@pytest.mark.parametrize("options", [{}, {"pp_size": 2, "num_microbatches": 2}])
+def test_models_that_need_their_numbers_are_told_in_a_sentence(options: dict[str, Any]) -> None:
+    case = Case("llama-causal-lm", {"precision": "fp32", **options})
+
+    def model() -> Any:
+        made = case.lazy_model()
+        made.model.layers[2].mlp.register_forward_pre_hook(look)
+        return made
+
+    with pytest.raises(ValueError, match=r"cannot be replayed without data: .* raises KeyError: 'expert_.*Leave out"):
+        replay(Job(case.plugin, model, case.optimizer, case.batch()), options.get("pp_size", 1))
 
 
 def test_ranks_are_replayed_again_behind_those_whose_messages_they_need() -> None:
