@@ -87,7 +87,7 @@ def savings(
     found: list[Saving] = []
     layout = getattr(plugin, "layout", None)
     if layout is not None:
-        found += _of_sharding(held, layout)
+        found += of_sharding(held, layout)
     if rest:
         found += _of_activations(rest, layout, recomputes)
     if reserved and not _has_expandable_segments():
@@ -101,8 +101,10 @@ def savings(
     return sorted(found, key=lambda saving: -saving.frees)
 
 
-def _of_sharding(held: dict[str, int], layout: Any) -> Iterator[Saving]:
-    stage, ranks = layout.zero_stage, layout.shared
+def of_sharding(held: dict[str, int], layout: Any) -> Iterator[Saving]:
+    """Of what is held between steps."""
+    stage = layout.zero_stage
+    ranks = layout.shared if stage else layout.sizes["dp"] * layout.sizes["sp"]
     parts = ((1, held[MASTERS] + held[STATES]), (2, held[GRADIENTS]), (3, held[WEIGHTS]))
     names = {1: "optimizer states and masters", 2: "gradients, too,", 3: "weights, too,"}
     amount = 0

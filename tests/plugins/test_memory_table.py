@@ -14,6 +14,8 @@ from torch import nn
 from shardwright import Booster
 from shardwright.pipeline.runtime import PipelineError
 from shardwright.plugins import HybridParallelPlugin
+from shardwright.plugins.hybrid import plugin as hybrid_plugin
+from shardwright.plugins.hybrid import room as hybrid_room
 from shardwright.plugins.memory_table import GRADIENTS, MASTERS, STATES, WEIGHTS, as_text, held
 from shardwright.testing import run_ranks, zoo
 from shardwright.utils import memory_notes
@@ -167,3 +169,29 @@ def test_other_errors_are_left_alone() -> None:
     error = RuntimeError("no")
     memory_notes.note_memory(error)
     assert not hasattr(error, "__notes__")
+
+
+def _boost_without_room(rank: int, world: int, stage: int, room: int) -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid_room, "host_memory", lambda: room)
+        patch.setattr(hybrid_plugin, "warn_once", said.append)
+        _boosted(zero_stage=stage, precision="bf16", tp_size=1)
+    return [text for text in said if "will not fit" in text]
+
+
+def test_boost_says_that_a_layout_will_not_fit() -> None:
+    """By the rank that speaks for all, with what the plan says and what would help."""
+    params = sum(param.numel() for param in zoo.build(NAME).parameters())
+    by_stage = {}
+    for stage, kept in ((0, 2 * (2 + 4 + 4 + 8)), (1, 2 * (2 + 4) + 12), (3, 16)):
+        [said], others = run_ranks(_boost_without_room, 2, stage, params * kept - 1)
+        assert others == []
+        assert said.startswith("this layout will not fit: 2 ranks keep"), said
+        by_stage[stage] = said
+        assert run_ranks(_boost_without_room, 2, stage, params * kept * 11 // 10)[0] == []
+    assert all(f"zero_stage={number}" in by_stage[0] for number in (1, 2, 3))
+    assert "zero_stage=1" not in by_stage[1]
+    assert "cpu_offload=True" in by_stage[1]
+    assert "zero_stage" not in by_stage[3]
+    assert "pp_size=2" in by_stage[3]

@@ -64,6 +64,7 @@ from .layer_check import with_layers
 from .model import HybridModel, OptimizerGroups, StageManager
 from .preflight import BatchShape, Preflight, preflight
 from .resolved import ResolvedLayout
+from .room import lack_of_memory
 from .sequence import check_sequence, probe_sequences, split_sequences
 from .sequence_axis import SequenceFacts
 from .sequence_loss import SequenceLoss
@@ -391,7 +392,7 @@ class HybridParallelPlugin(ZeroPlugin):
     ) -> tuple[nn.Module, OptimizerWrapper | None]:
         sharder, (plan, layout, job) = checked
         if self.mesh.rank == 0:
-            for warning in layout.warnings:
+            for warning in (*layout.warnings, *lack_of_memory(layout, self.settings.zero.cpu_offload)):
                 warn_once(warning)
             if self.settings.pipeline.offload_activations and chosen_as_for(get_current_device()) == "cpu":
                 warn_once(
