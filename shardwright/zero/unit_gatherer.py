@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster import job
-from ..comm.compat import graph_time, next_graph_time
+from ..comm.compat import graph_time, next_graph_time, runs_backward
 from ..interface.shards import KeptShard, keep_shard
 from ..logging import get_dist_logger
 from ..utils.labels import labelled
@@ -63,6 +63,7 @@ class _Unit:
     lasting   stays until the step: a backward that makes a graph of its own keeps the parameters for another one
     recorded  whether the last forward has recorded something of it
     coming    the calls that have, as long as no backward has begun with them
+    read      whether the last forward has looked rows of it up
     calls     of its modules that are running, the innermost last
     """
 
@@ -73,9 +74,14 @@ class _Unit:
         self.num_bytes = sum(bucket.plan.numel * bucket.dtype.itemsize for bucket in buckets)
         self.filled = self.ready = False  # gathered or on its way; gathered
         self.needed = self.opened = 0
-        self.kept = self.lasting = self.repeated = self.between = self.recorded = False
+        self.kept = self.lasting = self.repeated = self.between = self.recorded = self.read = False
         self.coming: set[_Use] = set()
         self.calls: list[_Use | None] = []
+
+    @property
+    def is_through(self) -> bool:
+        """Whether no backward is to come. Of layers under reentrant checkpoints nothing is recorded until there is."""
+        return not self.coming if self.recorded else self.read
 
 
 class _Use:
@@ -160,6 +166,7 @@ class UnitGatherer:
         self._seen: dict[_Unit, None] = {}  # in this forward
         self._uses: list[_Use] = []  # of this forward, as they ended
         self._open: dict[_Use, None] = {}
+        self._recomputed: _Unit | None = None  # in this backward, which stays for what comes next
         self._depth = 0  # calls of the model that are running: it may call itself
         self._generation = job.generation()
         # a parameter that knew itself would live for ever
@@ -203,7 +210,7 @@ class UnitGatherer:
         self._close_uses()
         for unit in self._units:
             if torch.is_grad_enabled():  # an evaluation leaves a backward that is still to come what it begins with
-                unit.kept = unit.recorded = False
+                unit.kept = unit.recorded = unit.read = False
                 unit.coming.clear()
             unit.needed = 0
             unit.calls.clear()
@@ -244,13 +251,18 @@ class UnitGatherer:
         self._bring(unit)
         if unit.opened:
             return None  # computed again, for the backward that holds it
+        self._let_go_of_recomputed()
         unit.needed += 1
-        again = unit in self._seen and not self._open  # else computed again, for a backward
+        again = unit in self._seen and not runs_backward()  # else computed again
         unit.repeated = unit.repeated or again
         self._seen.setdefault(unit)
         if not again:  # what follows its first call is over when a head with the weights of the embedding is called
             self._start_ahead(unit, 1)
-        if not torch.is_grad_enabled() or (module in self._lookups and not is_watched(module)):
+        if not torch.is_grad_enabled():
+            unit.calls.append(None)
+            return None
+        if module in self._lookups and not is_watched(module):
+            unit.read = True
             unit.calls.append(None)
             return None
         use = _Use(unit)
@@ -296,9 +308,18 @@ class UnitGatherer:
                 unit.recorded = True
                 unit.coming.add(use)
                 unit.kept = stays or unit.repeated or bool(self._order and unit is self._order[-1])
+                if runs_backward() and not unit.kept:  # the backward of what was computed last comes next
+                    self._recomputed, unit.kept = unit, True
         unit.between = unit.repeated
         self._free_unneeded(unit)
         return copied
+
+    def _let_go_of_recomputed(self) -> None:
+        """Of several layers that a reentrant checkpoint computes again the last one stays."""
+        unit, self._recomputed = self._recomputed, None
+        if unit is not None:
+            unit.kept = False
+            self._free_unneeded(unit)
 
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor._base is not None and tensor._base in self._places else tensor
@@ -329,6 +350,8 @@ class UnitGatherer:
         unit.needed += 1
         unit.opened += 1
         unit.coming.discard(use)
+        if unit is self._recomputed:
+            self._recomputed = None
         unit.kept = unit.repeated and bool(unit.coming)
         unit.lasting = unit.lasting or torch.is_grad_enabled()
         self._bring(unit)
@@ -346,10 +369,10 @@ class UnitGatherer:
         use.unit.opened -= 1
         self._free_unneeded(use.unit)
         place = self._position.get(use.unit, 0)
-        while place and not self._order[place - 1].recorded:
+        while place and self._order[place - 1].is_through:
             place -= 1
         # its backward may begin at what it gave away unseen (an attribute)
-        if on and place and self._order[place - 1].coming:
+        if on and place and self._order[place - 1].recorded:
             self._bring(self._order[place - 1])
 
     def _close_uses(self) -> None:
@@ -361,6 +384,7 @@ class UnitGatherer:
         vain.
         """
         self._close_uses()
+        self._recomputed = None
         for use in self._uses:  # a graph that is retained may be gone through once more
             use.unit.coming.add(use)
         for unit in self._units:
@@ -408,8 +432,8 @@ class UnitGatherer:
         unit.filled = True
 
     def _start_ahead(self, unit: _Unit, direction: int) -> None:
-        """Start the units that come after (1) `unit` in the last forward, or came before it (-1) and have a backward to
-        come.
+        """Start the units that come after (1) or came before (-1) `unit` in the last forward; in a backward those that
+        may still have one.
         """
         place = self._position.get(unit)
         if place is None:
@@ -417,7 +441,7 @@ class UnitGatherer:
         started = taken = 0
         while 0 <= (place := place + direction) < len(self._order):
             other = self._order[place]
-            if direction < 0 and not other.coming:
+            if (direction < 0 or runs_backward()) and other.is_through:
                 continue
             taken += other.num_bytes
             if (started and taken > self._room) if self._ahead is None else started >= self._ahead:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwright import Booster
@@ -275,6 +276,52 @@ def hold_no_more(rank: int, world: int) -> None:
 
 def test_nothing_is_held_longer_than_its_layer_needs() -> None:
     run_ranks(hold_no_more, 2, timeout=60)
+
+
+class Reentrant(nn.Module):
+    """Its layers are computed again by reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
+def recompute_ahead(rank: int, world: int) -> None:
+    x = torch.randn(4, 16, dtype=torch.float64).requires_grad_()
+    plain, model = Reentrant(), Reentrant()
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=3, precision="fp32", gather_ahead=1))
+    model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        loss, watch = model(x), Watch()
+        with watch.installed():
+            booster.backward(loss, optim)
+        if step:
+            for layer in range(1, 4):
+                names = [f"layers.{number}.0.weight" for number in (layer - 1, layer)]
+                assert watch.events.index(("gather", names[0])) < watch.events.index(("free", names[1])), watch.events
+            assert len(watch.events) == 2 * 5, watch.events
+            assert watch.most == 2 * optim.units.buckets[0].plan.numel * 8, watch.most
+        optim.step()
+        optim.zero_grad()
+        plain(x).backward()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param -= 0.1 * param.grad
+                param.grad = None
+    for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_layers_are_gathered_while_the_one_behind_is_computed_again() -> None:
+    """Of reentrant checkpoints nothing is recorded in the forward, and their weights are needed all the same."""
+    run_ranks(recompute_ahead, 2, timeout=60)
 
 
 def chunks(rank: int, world: int, style: str, number: int) -> None:
