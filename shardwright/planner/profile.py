@@ -30,6 +30,7 @@ from .segments import Segment, Segments
 from .shorter import SEEN, NotShorterError, kinds_of, runs, shorten, stage_of
 
 Calls = Mapping[Operator, float]
+_APART = 0.02  # of the elements of a layer, from which on it is of a kind of its own
 _ONE_BUCKET = 1e6  # megabytes: nothing is reduced here, and many buckets take long to fill
 
 
@@ -136,30 +137,64 @@ def profile(source: Source, tensor_ranks: int = 1, along: bool = True) -> Profil
         found = _measure(source, options, tensor_ranks, frozenset(more.kept), verdict)
         groups.append((found, added))
     parts = {}
-    order = _order(kinds)
+    numel = [sum(param.numel() for param in model.get_submodule(unit.layer).parameters()) for unit in units]
+    order, alone = _order(kinds, numel)
+    without = [_without(source, options, tensor_ranks, frozenset(base.kept) - {unit}, verdict) for unit in alone]
     for size in source.sizes:
         one = first[size]
         layers = tuple(_difference(one, found[size], added) for found, added in groups)
+        layers += tuple(
+            layers[_next(kinds, unit)] if less is None else _difference(less[size], one, 1)
+            for unit, less in zip(alone, without, strict=True)
+        )
         there = [layers[order[unit]] for unit in base.kept]
         parts[size] = Parts(layers, _rest(one, [found[size] for found, _ in groups], there))
     return Profile(parts, order, tensor_ranks, along)
 
 
-def _order(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Which of the runs of equal layers each layer is of. One that is of none is taken to be of the next one, as the
-    first of a stack is that computes for all of them where positions are.
+def _order(kinds: Sequence[Hashable], numel: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+    """Which kind each layer is of, and the first layers of those kinds that are of no run of equal layers, which come
+    behind these. One that has about as many elements as those of the next run is taken to be one of them, as the first
+    of a stack is that computes for all of it where positions are.
     """
+    found = _runs_that_recur(kinds)
+    first = {number: place for place, number in reversed(list(enumerate(found))) if number is not None}
+    others: dict[Hashable, int] = {}
+    order = []
+    for place, own in enumerate(found):
+        number = _next(kinds, place) if own is None else own
+        if abs(numel[place] / max(numel[first[number]], 1) - 1) > _APART and own is None:
+            others.setdefault(kinds[place], place)
+            number = len(first) + list(others).index(kinds[place])
+        order.append(number)
+    return tuple(order), list(others.values())
+
+
+def _runs_that_recur(kinds: Sequence[Hashable]) -> list[int | None]:
+    """The number of each layer's; None for layers that are left whole."""
     found: list[int | None] = []
     number = 0
     for _, length, pattern in runs(kinds, range(len(kinds))):
         recurs = length > SEEN * pattern
         found += [number if recurs else None] * length
         number += recurs
-    after = number - 1
-    for place in reversed(range(len(found))):
-        own = found[place]
-        after = found[place] = after if own is None else own
-    return tuple(each for each in found if each is not None)
+    return found
+
+
+def _next(kinds: Sequence[Hashable], place: int) -> int:
+    """The run behind a layer, or the last one."""
+    found = _runs_that_recur(kinds)
+    return next((number for number in found[place:] if number is not None), max(each or 0 for each in found))
+
+
+def _without(
+    source: Source, options: Mapping[str, Any], ranks: int, kept: frozenset[int], verdict: _Verdict
+) -> dict[int, _Measured] | None:
+    """None where the model cannot do without a layer."""
+    try:
+        return _measure(source, options, ranks, kept, verdict)
+    except ValueError:
+        return None
 
 
 class _Verdict:
