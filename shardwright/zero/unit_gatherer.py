@@ -43,6 +43,7 @@ from ..cluster import job
 from ..comm.compat import graph_time, next_graph_time
 from ..interface.shards import KeptShard, keep_shard
 from ..logging import get_dist_logger
+from ..models.skipped_layers import that_skip
 from ..utils.labels import labelled
 from ..utils.pytree import tree_map_only
 from .call_values import held_by, mutable, replaced, tensors_in
@@ -189,6 +190,9 @@ class UnitGatherer:
                 )
                 before = _Hook(partial(self._before_forward, unit))
                 hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        for owner, held in that_skip(model):
+            skipped = [here for here, unit in zip(self._units, units, strict=True) if held.intersection(unit.modules)]
+            hooks.append(owner.register_forward_pre_hook(_Hook(partial(self._hold_all, skipped)), prepend=True))
         hooks.append(model.register_forward_hook(_Hook(lambda _, args, output: self._end_forward(output))))
         hooks.append(model.register_forward_hook(_Hook(lambda *_: self._leave_forward()), always_call=True))
         hooks.append(model.register_forward_pre_hook(_Hook(lambda *_: self._begin_forward()), prepend=True))
@@ -209,6 +213,17 @@ class UnitGatherer:
             unit.calls.clear()
         self._seen = {}
         self._uses = []
+
+    def _hold_all(self, units: Sequence[_Unit], owner: nn.Module, args: Any) -> None:
+        """Before a module that leaves out layers at random, other ones on each rank: no rank knows what others gather.
+        All of them are there until the step, and in the order of a forward that has none left out.
+        """
+        if not owner.training:
+            return
+        for unit in units:
+            self._bring(unit)
+            self._seen.setdefault(unit)
+            unit.lasting = True
 
     def _end_forward(self, output: Any) -> None:
         """Also: a backward can begin inside of a module, at what it gave away beside its output (attention weights,
