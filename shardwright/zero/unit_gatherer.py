@@ -49,7 +49,7 @@ from ..utils.pytree import tree_map_only
 from .call_values import held_by, mutable, replaced, tensors_in
 from .data_writes import DataWrites
 from .groups import Groups
-from .lookups import is_watched, only_looks_up
+from .lookups import looks_up, only_looks_up
 from .param_guard import ParamGuard
 from .sharded_bucket import ShardedBucket
 from .units import ParamUnit
@@ -57,6 +57,7 @@ from .units import ParamUnit
 
 class _Unit:
     """name      for traces
+    pending   whether reads of its parameters are those of a script, which must be shown values that last
     needed    how many forwards and backwards use it now, `opened` of them backwards
     kept      stays when nobody needs it, until a backward is through with it
     repeated  its modules are called several times in one forward
@@ -73,6 +74,7 @@ class _Unit:
         self.name = f"bucket {buckets[0].index}, from {slots[0].entry.name} on" if slots else "nothing"
         self.num_bytes = sum(bucket.plan.numel * bucket.dtype.itemsize for bucket in buckets)
         self.filled = self.ready = False  # gathered or on its way; gathered
+        self.pending = True
         self.needed = self.opened = 0
         self.kept = self.lasting = self.repeated = self.between = self.recorded = False
         self.coming: set[_Use] = set()
@@ -218,12 +220,11 @@ class UnitGatherer:
         """Before a module that leaves out layers at random, other ones on each rank: no rank knows what others gather.
         All of them are there until the step, and in the order of a forward that has none left out.
         """
-        if not owner.training:
-            return
-        for unit in units:
+        for unit in units if owner.training else ():
             self._bring(unit)
             self._seen.setdefault(unit)
             unit.lasting = True
+            self._free_unneeded(unit)
 
     def _end_forward(self, output: Any) -> None:
         """Also: a backward can begin inside of a module, at what it gave away beside its output (attention weights,
@@ -265,7 +266,7 @@ class UnitGatherer:
         self._seen.setdefault(unit)
         if not again:  # what follows its first call is over when a head with the weights of the embedding is called
             self._start_ahead(unit, 1)
-        if not torch.is_grad_enabled() or (module in self._lookups and not is_watched(module)):
+        if not torch.is_grad_enabled() or (module in self._lookups and looks_up(module, args, kwargs)):
             unit.calls.append(None)
             return None
         use = _Use(unit)
@@ -404,15 +405,20 @@ class UnitGatherer:
     # One unit.
 
     def _bring(self, unit: _Unit) -> None:
-        if unit.ready:
-            return
-        if not unit.filled:
-            self._start(unit)
-        for bucket in unit.buckets:
-            bucket.finish_gather()
+        if not unit.ready:
+            if not unit.filled:
+                self._start(unit)
+            for bucket in unit.buckets:
+                bucket.finish_gather()
+            unit.ready = True
+        self._pend(unit, False)
+
+    def _pend(self, unit: _Unit, pending: bool) -> None:
+        """Only the calls that a unit is gathered for know how long it stays: others that read it are shown a copy."""
+        changed, unit.pending = unit.pending != pending, pending
+        for bucket in unit.buckets if changed else ():
             if bucket.shown is None:
-                self.guard.values_pending(bucket.params, False)
-        unit.ready = True
+                self.guard.values_pending(bucket.params, pending)
 
     @labelled(lambda _, unit: f"gather {unit.name}")
     def _start(self, unit: _Unit) -> None:
@@ -442,14 +448,17 @@ class UnitGatherer:
                 self._start(other)
 
     def _free_unneeded(self, unit: _Unit) -> None:
-        if unit.needed == 0 and unit.filled and not (unit.kept or unit.lasting or unit.between):
+        if unit.needed or not unit.filled:
+            return
+        if not (unit.kept or unit.lasting or unit.between):
             self._free(unit)
+        elif unit.ready:
+            self._pend(unit, True)
 
     def _free(self, unit: _Unit) -> None:
         for bucket in unit.buckets:
             bucket.free()
-            if bucket.shown is None:
-                self.guard.values_pending(bucket.params, True)
+        self._pend(unit, True)
         unit.filled = unit.ready = False
 
     def _sweep(self) -> None:
@@ -526,8 +535,7 @@ class UnitGatherer:
             for unit in self._units:
                 for bucket in unit.buckets:
                     bucket.abandon()
-                    if unit.filled and bucket.shown is None:
-                        self.guard.values_pending(bucket.params, True)
+                self._pend(unit, True)
                 unit.filled = unit.ready = False
         if self._open:
             self.take_edits()
