@@ -28,18 +28,17 @@ def skipping(model: nn.Module) -> str | None:
     return None
 
 
-def that_skip(model: nn.Module) -> Iterator[tuple[nn.Module, set[nn.Module]]]:
-    """The modules that leave out what is in their lists, and all that is in those lists. Where the config alone says
-    that layers are left out, any module with a list may do it.
+def that_skip(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that leave out what is in their lists. Where the config alone says that layers are left out, any
+    module with a list may do it.
     """
     if skipping(model) is None:
         return
     saying = [module for module in model.modules() if _says_so(module)]
     for owner in saying or model.modules():
-        lists = [child for child in owner.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
-        held = {module for each in lists for module in each.modules()}
-        if held and not isinstance(owner, nn.ModuleList | nn.ModuleDict):
-            yield owner, held
+        has_lists = any(isinstance(child, nn.ModuleList | nn.ModuleDict) and len(child) for child in owner.children())
+        if has_lists and not isinstance(owner, nn.ModuleList | nn.ModuleDict):
+            yield owner
 
 
 def _says_so(module: nn.Module) -> bool:

@@ -154,9 +154,8 @@ class UnitGatherer:
                 )
                 before = _Hook(partial(self._before_forward, unit))
                 hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        for owner, held in that_skip(model):
-            skipped = [here for here, unit in zip(self._units, units, strict=True) if held.intersection(unit.modules)]
-            hooks.append(owner.register_forward_pre_hook(_Hook(partial(self._hold_all, skipped)), prepend=True))
+        for owner in that_skip(model):
+            hooks.append(owner.register_forward_pre_hook(_Hook(self._hold_all), prepend=True))
         hooks.append(model.register_forward_hook(_Hook(lambda _, args, output: self._end_forward(output))))
         hooks.append(model.register_forward_hook(_Hook(lambda *_: self._leave_forward()), always_call=True))
         hooks.append(model.register_forward_pre_hook(_Hook(lambda *_: self._begin_forward()), prepend=True))
@@ -178,11 +177,11 @@ class UnitGatherer:
         self._seen = {}
         self._uses = []
 
-    def _hold_all(self, units: Sequence[GatheredUnit], owner: nn.Module, args: Any) -> None:
-        """Before a module that leaves out layers at random, other ones on each rank: no rank knows what others gather.
-        All of them are there until the step, and in the order of a forward that has none left out.
+    def _hold_all(self, owner: nn.Module, args: Any) -> None:
+        """Before a module that leaves out layers at random, other ones on each rank: no rank knows what others gather
+        when. All units are there until the step, and in the order of a forward that has none left out.
         """
-        for unit in units if owner.training else ():
+        for unit in self._units if owner.training else ():
             self._bring(unit)
             self._seen.setdefault(unit)
             unit.lasting = True
