@@ -60,8 +60,9 @@ def run(args: argparse.Namespace) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     ranks = getattr(args, "world_size", min(gpus, 8) if gpus else _CPU_RANKS)
     if ranks < 1 or (gpus and ranks > gpus):
+        limit = f", and at most the number of GPUs, {gpus}" if gpus else ""
         print(
-            f"shardwright calibrate: --world-size {ranks} must be at least 1, and on GPUs at most their number, {gpus}",
+            f"shardwright calibrate: --world-size {ranks} must be at least 1{limit}",
             file=sys.stderr,
         )
         return 1

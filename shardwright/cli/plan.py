@@ -302,12 +302,25 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     if args.dp_inside:
         given["dp_outside"] = False
     if args.recompute is not None or args.selective is not None:
+        _check_shares(args.recompute, args.selective)
         given["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
             args.recompute, selective_ratio=args.selective
         )
     if given.get("pp_size", 1) > 1 and not {"num_microbatches", "microbatch_size"} & set(given) and args.config is None:
         given["num_microbatches"] = 2 * given["pp_size"]
     return given
+
+
+def _check_shares(whole: float | None, in_part: float | None) -> None:
+    """By the names of the options, which are not those of the plugin's configuration."""
+    for option, share in (("--recompute", whole), ("--selective", in_part)):
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"{option} {share:g} must be a share of layers, from 0 to 1")
+    if whole is not None and in_part is not None and whole + in_part > 1:
+        raise ValueError(
+            f"--recompute {whole:g} and --selective {in_part:g} are shares of the same layers and sum to "
+            f"{whole + in_part:g}, but they can be 1 at most; --selective {1 - whole:g} would work"
+        )
 
 
 def _resolve(args: argparse.Namespace, config: Any, form: dict[str, Any], given: dict[str, Any]) -> tuple[Any, str]:
@@ -413,7 +426,7 @@ def _load(name: str) -> Any:
     from ..utils.errors import nearest
 
     path = Path(name)
-    if path.exists():
+    if name and path.exists():  # of nothing the path is the directory that this runs in
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"--model {name} holds no config.json")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -28,6 +27,8 @@ _STEP_BYTES = 30  # that AdamW moves for an element: gradient, weight, two state
 _NEAREST = 4
 # of what the host takes, what was measured on one rank; the rest was on ranks that were as busy as those of a job
 _ALONE = frozenset({"around", "step", "again", "again in part"})
+_LONGEST = 86400.0  # seconds, of anything that is measured
+_MOST = 2**63  # that is counted
 _CPU_LINK = 1.0  # GB/s between processes of a machine, where it was not measured
 
 
@@ -115,6 +116,7 @@ def read(path: str | Path) -> Calibration:
     return found
 
 
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _TABLES = ("products", "attention", "collectives")
 _ROWS = ("moving", "sums", "optimizer", "messages")
 
@@ -122,7 +124,7 @@ _ROWS = ("moving", "sums", "optimizer", "messages")
 def _points(rows: Any) -> tuple[Point, ...]:
     found = tuple(Point(*row) for row in rows)
     for point in found:
-        known = all(map(_is_number, point)) and point.ranks > 0 and point.seconds > 0
+        known = all(map(_is_number, point)) and point.ranks > 0 and 0 < point.seconds < _LONGEST > point.busy
         if not known or not point.flops + point.moved > 0:
             raise ValueError(f"{list(point)} is no measurement")
     return found
@@ -130,28 +132,32 @@ def _points(rows: Any) -> tuple[Point, ...]:
 
 def _is_number(value: Any) -> bool:
     """Of something that is counted or measured; JSON's `true` is none, though Python's is a whole number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
 def _check(found: Calibration) -> None:
-    for name in ("type", "name", "memory", "cores"):
+    for name in ("type", "name", "memory", "cores", "count"):
         if name not in found.device:
             raise KeyError(f"device.{name}")
     if found.device["type"] not in ("cpu", "cuda"):
         raise ValueError(f"device.type is {found.device['type']!r}")
     if not isinstance(found.device["name"], str):
         raise ValueError(f"device.name is {found.device['name']!r}")
-    for name, least in (("memory", 1), ("cores", int(found.device["type"] == "cpu"))):
-        if not _is_number(found.device[name]) or found.device[name] < least:
-            raise ValueError(f"device.{name} is {found.device[name]!r}")
+    for name, least in (("memory", 1), ("cores", int(found.device["type"] == "cpu")), ("count", 1)):
+        number = found.device[name]
+        if not _is_number(number) or not isinstance(number, int) or number < least:
+            raise ValueError(f"device.{name} is {number!r}")
     if not isinstance(found.made, str) or not isinstance(found.versions, dict):
         raise ValueError("made is no text, or versions no table")
     for name in {"call": None, "forward": None, "backward": None, "around": None, "step": None, **found.host}:
-        if not _is_number(found.host[name]):
+        if not _is_number(found.host[name]) or found.host[name] >= _LONGEST:
             raise ValueError(f"host.{name} is {found.host[name]!r}")
     for ranks, times in found.whole.items():
-        if not (int(ranks) > 0 and len(times) == 3 and all(_is_number(time) and time > 0 for time in times)):
+        if not (int(ranks) > 0 and len(times) == 3 and all(_is_number(time) and 0 < time < _LONGEST for time in times)):
             raise ValueError(f"whole.{ranks} is {times!r}")
+    for name in found.collectives:
+        if name not in _COLLECTIVES:
+            raise ValueError(f"collectives.{name} is none of {', '.join(_COLLECTIVES)}")
     tables = [*found.products.values(), *found.attention.values(), *found.collectives.values()]
     if not (found.products and found.attention and found.moving and found.optimizer and all(tables)):
         raise ValueError("a table is empty")

@@ -95,9 +95,12 @@ class Footprint:
         return weights + gradients + masters + states
 
     def _reducing(self, stages: Sequence[_Stage]) -> float:
-        """For gradients on their way (`zero.reducer`), of a rank with these stages: two buckets, or pieces of them."""
+        """For gradients on their way (`zero.reducer`), of a rank with these stages: two buckets, or pieces of them; on
+        CPUs as much again for what arrives (`zero.collectives`), which is all that they take at stage 1.
+        """
         layout = self._layout
-        if layout.dp * layout.sp == 1 or layout.zero < 2:
+        lent = (layout.zero >= 2) + (self._on_cpu and layout.zero >= 1)
+        if layout.dp * layout.sp == 1 or not lent:
             return 0.0
         least = self._bucket
         if layout.zero == 3:
@@ -107,12 +110,16 @@ class Footprint:
             buckets = [size for stage in stages for part in self._buckets(stage) for size in part]
         pieces = [ceil(size / (2 * least)) for size in buckets]
         largest = max(size / max(number, 1) for size, number in zip(buckets, pieces, strict=True))
-        return 4 * min(2, sum(pieces)) * largest
+        return 4 * lent * min(2, sum(pieces)) * largest
 
     @property
     def _bucket(self) -> int:
         """Elements of a bucket, at least."""
-        return bucket_numel(BUCKET_SIZE_IN_M, "cpu" if self._task.machine.cores else "cuda", torch.float32)
+        return bucket_numel(BUCKET_SIZE_IN_M, "cpu" if self._on_cpu else "cuda", torch.float32)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self._task.machine.cores > 0
 
     def _buckets(self, stage: _Stage) -> Iterator[list[float]]:
         """Elements of those that a stage fills, from its end on. Gradients that do not wait in a schedule where others

@@ -22,7 +22,7 @@ def largest(numbers: torch.Size, dim: int | None, shape: torch.Size) -> torch.Te
     count = shape[dim] if kept and dim is not None else 1
     rows = shape.numel() // max(count, 1)
     drawn = min(rows, max(_MOST // max(among, 1), 1))
-    places = _drawn(drawn, among, count).repeat(-(-rows // max(drawn, 1)), 1)[:rows]
+    places = _drawn(drawn, among, count)[torch.arange(rows) % max(drawn, 1)]
     if not kept or dim is None:
         return places.reshape(shape)
     others = [size for place, size in enumerate(shape) if place != dim % len(shape)]
@@ -32,4 +32,6 @@ def largest(numbers: torch.Size, dim: int | None, shape: torch.Size) -> torch.Te
 @lru_cache(maxsize=64)
 def _drawn(rows: int, among: int, count: int) -> torch.Tensor:
     """[rows, count]"""
-    return torch.rand(rows, among, generator=torch.Generator().manual_seed(0)).topk(count).indices
+    some = min(among, max(_MOST, count))  # evenly apart, of more than can be drawn
+    lots = torch.rand(rows, some, generator=torch.Generator().manual_seed(0))
+    return lots.topk(count).indices * (among // max(some, 1))

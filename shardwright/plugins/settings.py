@@ -179,7 +179,7 @@ class ReplicaSettings:
     static_graph: bool
 
     def __post_init__(self) -> None:
-        check_bucket_size("ddp_bucket_cap_mb", self.ddp_bucket_cap_mb, usual=25)
+        check_bucket_size("ddp_bucket_cap_mb", self.ddp_bucket_cap_mb, usual=25, element=4 / 2**20)
         if self.check_reduction:
             raise ValueError(
                 "check_reduction=True was withdrawn by torch's DistributedDataParallel and has no "

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .call_values import tensors_in
+
 
 def only_looks_up(module: nn.Module) -> bool:
     """Whether a backward through a call of it reads no weight, whoever else looks at the call."""
@@ -21,6 +23,13 @@ def only_looks_up(module: nn.Module) -> bool:
     if not isinstance(module, nn.Embedding) or list(module._parameters) != ["weight"] or module.max_norm is not None:
         return False
     return type(module).forward is nn.Embedding.forward or _keeps_no_weight(module)
+
+
+def looks_up(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether this call of one that only looks up is one with ids. Ovis2's table multiplies what is not."""
+    return not is_watched(module) and not any(
+        tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_in((args, kwargs))
+    )
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -41,13 +50,23 @@ def _keeps_no_weight(module: nn.Embedding) -> bool:
             kept.append(tensor)
         return tensor
 
+    modes = [(part, part.training) for part in module.modules()]
+    devices = [weight.device] if weight.is_cuda else []
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, keep):
-            module.forward(torch.zeros(1, 1, dtype=torch.long, device=weight.device))
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng(devices),
+            torch.autograd.graph.saved_tensors_hooks(keep, keep),
+        ):
+            for mode in (False, True):  # models are boosted in either
+                module.train(mode)
+                module.forward(torch.zeros(1, 1, dtype=torch.long, device=weight.device))
     except Exception:
         return False  # it is called with something else than ids
     finally:
         module._parameters["weight"] = weight
+        for part, mode in modes:
+            part.training = mode
     return not kept
 
 

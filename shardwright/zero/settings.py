@@ -87,6 +87,12 @@ class ZeroSettings:
         return bucket_numel(self.bucket_size_in_m, chosen_as_for(device), self.communication_dtype or torch.float32)
 
 
-def check_bucket_size(name: str, size: float, usual: int) -> None:
-    if not 0 < size <= _MOST:
-        raise ValueError(f"{name}={size} must be positive, at most {_MOST:.0e} ({usual} is usual)")
+def check_bucket_size(name: str, size: float, usual: int, element: float = 1e-6) -> None:
+    """`element` is the size of a bucket that holds one. Gradients travel in pieces of a bucket's size, so of smaller
+    ones a step would never end.
+    """
+    if not element <= size <= _MOST:
+        raise ValueError(
+            f"{name}={size} must be positive, at least {element:.2g}, which is one element, and at most {_MOST:.0e} "
+            f"({usual} is usual)"
+        )

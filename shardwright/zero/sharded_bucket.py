@@ -102,13 +102,16 @@ class ShardedBucket(Bucket):
         if self.is_whole:
             self.filled = False
             return
+        self._follow_model()
+        self.filled = False
+        self._storage.resize_(0)
+
+    def _follow_model(self) -> None:
         if self.shown is None:
             for slot, param, before in zip(self.plan.slots, self.params, self._versions, strict=True):
                 if param._version != before:
                     self._follow(slot)
                     self.note_versions()
-        self.filled = False
-        self._storage.resize_(0)
 
     def abandon(self) -> None:
         """Free without waiting for a gather that will never end; its memory stays until the next one, because
@@ -120,15 +123,20 @@ class ShardedBucket(Bucket):
     # For scripts.
 
     def show(self, group: dist.ProcessGroup | None) -> None:
-        """Give the parameters values that last. Collective over the sub-group."""
+        """Give the parameters values that last. Collective over the sub-group, where they are not gathered already."""
         assert self.shown is None
         if self.is_whole:
             self.shown = self.flat
             return
         with torch.inference_mode(False), torch.no_grad():  # later forwards may train on what an evaluation was shown
             shown = torch.empty(self.plan.numel, dtype=self.dtype, device=self.device)
-            shown[self.low : self.high].copy_(self.master)
-            if group is not None:
+            if self.filled:
+                self.finish_gather()
+                self._follow_model()
+                shown.copy_(self.flat)
+            else:
+                shown[self.low : self.high].copy_(self.master)
+            if group is not None and not self.filled:
                 all_gather_in_place(shown, group, tag=2 * self.index + 1).wait()
             self._look_at([self.view(shown, slot) for slot in self.plan.slots])
         self.shown = shown

@@ -43,59 +43,17 @@ from ..cluster import job
 from ..comm.compat import graph_time, next_graph_time, runs_backward
 from ..interface.shards import KeptShard, keep_shard
 from ..logging import get_dist_logger
+from ..models.skipped_layers import that_skip
 from ..utils.labels import labelled
 from ..utils.pytree import tree_map_only
 from .call_values import held_by, mutable, replaced, tensors_in
 from .data_writes import DataWrites
+from .gathered_unit import GatheredUnit, UnitCall
 from .groups import Groups
-from .lookups import is_watched, only_looks_up
+from .lookups import looks_up, only_looks_up
 from .param_guard import ParamGuard
 from .sharded_bucket import ShardedBucket
 from .units import ParamUnit
-
-
-class _Unit:
-    """name      for traces
-    needed    how many forwards and backwards use it now, `opened` of them backwards
-    kept      stays when nobody needs it, until a backward is through with it
-    repeated  its modules are called several times in one forward
-    between   two of these calls, in which it stays
-    lasting   stays until the step: a backward that makes a graph of its own keeps the parameters for another one
-    recorded  whether the last forward has recorded something of it
-    coming    the calls that have, as long as no backward has begun with them
-    read      whether the last forward has looked rows of it up
-    calls     of its modules that are running, the innermost last
-    """
-
-    def __init__(self, buckets: list[ShardedBucket]) -> None:
-        self.buckets = buckets
-        slots = buckets[0].plan.slots
-        self.name = f"bucket {buckets[0].index}, from {slots[0].entry.name} on" if slots else "nothing"
-        self.num_bytes = sum(bucket.plan.numel * bucket.dtype.itemsize for bucket in buckets)
-        self.filled = self.ready = False  # gathered or on its way; gathered
-        self.needed = self.opened = 0
-        self.kept = self.lasting = self.repeated = self.between = self.recorded = self.read = False
-        self.coming: set[_Use] = set()
-        self.calls: list[_Use | None] = []
-
-    @property
-    def is_through(self) -> bool:
-        """Whether no backward is to come. Of layers under reentrant checkpoints nothing is recorded until there is."""
-        return not self.coming if self.recorded else self.read
-
-
-class _Use:
-    """One call of a unit's module, until its backward is through.
-
-    first, last   graph times of what the call recorded
-    """
-
-    __slots__ = ("first", "is_open", "last", "unit")
-
-    def __init__(self, unit: _Unit) -> None:
-        self.unit = unit
-        self.first = self.last = -1
-        self.is_open = False
 
 
 def _is_differentiable(tensor: torch.Tensor) -> bool:
@@ -155,18 +113,18 @@ class UnitGatherer:
         of_unit: list[list[ShardedBucket]] = [[] for _ in units]
         for bucket in buckets:
             of_unit[bucket.plan.unit].append(bucket)
-        self._units = [_Unit(held) for held in of_unit]
+        self._units = [GatheredUnit(held) for held in of_unit]
         self._places = {slot.entry.param: (bucket, slot) for bucket in buckets for slot in bucket.plan.slots}
         self._groups = groups
         self._data = data
         self._ahead = ahead
         self._room = max((unit.num_bytes for unit in self._units), default=0)
-        self._order: list[_Unit] = []  # of the last forward
-        self._position: dict[_Unit, int] = {}
-        self._seen: dict[_Unit, None] = {}  # in this forward
-        self._uses: list[_Use] = []  # of this forward, as they ended
-        self._open: dict[_Use, None] = {}
-        self._recomputed: _Unit | None = None  # in this backward, which stays for what comes next
+        self._order: list[GatheredUnit] = []  # of the last forward
+        self._position: dict[GatheredUnit, int] = {}
+        self._seen: dict[GatheredUnit, None] = {}  # in this forward
+        self._uses: list[UnitCall] = []  # of this forward, as they ended
+        self._open: dict[UnitCall, None] = {}
+        self._recomputed: GatheredUnit | None = None  # in this backward, which stays for what comes next
         self._depth = 0  # calls of the model that are running: it may call itself
         self._generation = job.generation()
         # a parameter that knew itself would live for ever
@@ -179,8 +137,8 @@ class UnitGatherer:
         self._hooks = self._install(model, units) if hooks else []
         self._sections = self._by_section()
 
-    def _by_section(self) -> dict[int, list[_Unit]]:
-        found: dict[int, list[_Unit]] = {}
+    def _by_section(self) -> dict[int, list[GatheredUnit]]:
+        found: dict[int, list[GatheredUnit]] = {}
         for unit in self._units:
             for section in {bucket.plan.family.section for bucket in unit.buckets}:
                 found.setdefault(section, []).append(unit)
@@ -196,6 +154,8 @@ class UnitGatherer:
                 )
                 before = _Hook(partial(self._before_forward, unit))
                 hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        for owner in that_skip(model):
+            hooks.append(owner.register_forward_pre_hook(_Hook(self._hold_all), prepend=True))
         hooks.append(model.register_forward_hook(_Hook(lambda _, args, output: self._end_forward(output))))
         hooks.append(model.register_forward_hook(_Hook(lambda *_: self._leave_forward()), always_call=True))
         hooks.append(model.register_forward_pre_hook(_Hook(lambda *_: self._begin_forward()), prepend=True))
@@ -216,6 +176,16 @@ class UnitGatherer:
             unit.calls.clear()
         self._seen = {}
         self._uses = []
+
+    def _hold_all(self, owner: nn.Module, args: Any) -> None:
+        """Before a module that leaves out layers at random, other ones on each rank: no rank knows what others gather
+        when. All units are there until the step, and in the order of a forward that has none left out.
+        """
+        for unit in self._units if owner.training else ():
+            self._bring(unit)
+            self._seen.setdefault(unit)
+            unit.lasting = True
+            self._free_unneeded(unit)
 
     def _end_forward(self, output: Any) -> None:
         """Also: a backward can begin inside of a module, at what it gave away beside its output (attention weights,
@@ -247,7 +217,7 @@ class UnitGatherer:
             unit.between = False
         self._sweep()
 
-    def _before_forward(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, unit: GatheredUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._bring(unit)
         if unit.opened:
             return None  # computed again, for the backward that holds it
@@ -261,11 +231,11 @@ class UnitGatherer:
         if not torch.is_grad_enabled():
             unit.calls.append(None)
             return None
-        if module in self._lookups and not is_watched(module):
+        if module in self._lookups and looks_up(module, args, kwargs):
             unit.read = True
             unit.calls.append(None)
             return None
-        use = _Use(unit)
+        use = UnitCall(unit)
         unit.calls.append(use)
         use.first = next_graph_time()
         newest = max(filter(_is_differentiable, tensors_in((args, kwargs))), key=_time_made, default=None)
@@ -289,7 +259,9 @@ class UnitGatherer:
             newest.register_hook(partial(self._input_done, use))
         return None
 
-    def _after_forward(self, unit: _Unit, stays: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _after_forward(
+        self, unit: GatheredUnit, stays: bool, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
         if unit.opened or not unit.calls:
             return None
         use = unit.calls.pop()
@@ -324,7 +296,7 @@ class UnitGatherer:
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor._base is not None and tensor._base in self._places else tensor
 
-    def _await_backward(self, use: _Use, given: Sequence[torch.Tensor], elsewhere: list[Any]) -> None:
+    def _await_backward(self, use: UnitCall, given: Sequence[torch.Tensor], elsewhere: list[Any]) -> None:
         """See [Note: what a module gives away]."""
         has_recorded = next_graph_time() > use.first
         written = tensors_in(elsewhere)
@@ -341,7 +313,7 @@ class UnitGatherer:
 
     # Backward.
 
-    def _output_asked(self, use: _Use, grad: torch.Tensor) -> None:
+    def _output_asked(self, use: UnitCall, grad: torch.Tensor) -> None:
         unit = use.unit
         if use.is_open:
             return
@@ -357,11 +329,11 @@ class UnitGatherer:
         self._bring(unit)
         self._start_ahead(unit, -1)
 
-    def _input_done(self, use: _Use, grad: torch.Tensor) -> None:
+    def _input_done(self, use: UnitCall, grad: torch.Tensor) -> None:
         if use.is_open:
             self._close(use)
 
-    def _close(self, use: _Use, on: bool = True) -> None:
+    def _close(self, use: UnitCall, on: bool = True) -> None:
         """`on`: backward goes on with what ran before."""
         use.is_open = False
         del self._open[use]
@@ -412,26 +384,31 @@ class UnitGatherer:
 
     # One unit.
 
-    def _bring(self, unit: _Unit) -> None:
-        if unit.ready:
-            return
-        if not unit.filled:
-            self._start(unit)
-        for bucket in unit.buckets:
-            bucket.finish_gather()
+    def _bring(self, unit: GatheredUnit) -> None:
+        if not unit.ready:
+            if not unit.filled:
+                self._start(unit)
+            for bucket in unit.buckets:
+                bucket.finish_gather()
+            unit.ready = True
+        self._pend(unit, False)
+
+    def _pend(self, unit: GatheredUnit, pending: bool) -> None:
+        """Only the calls that a unit is gathered for know how long it stays: others that read it are shown a copy."""
+        changed, unit.pending = unit.pending != pending, pending
+        for bucket in unit.buckets if changed else ():
             if bucket.shown is None:
-                self.guard.values_pending(bucket.params, False)
-        unit.ready = True
+                self.guard.values_pending(bucket.params, pending)
 
     @labelled(lambda _, unit: f"gather {unit.name}")
-    def _start(self, unit: _Unit) -> None:
+    def _start(self, unit: GatheredUnit) -> None:
         if any(bucket.shown is not None for bucket in unit.buckets):
             self._take_shown()
         for bucket in unit.buckets:
             bucket.start_gather(self._groups.of(bucket.plan.family).sharing)
         unit.filled = True
 
-    def _start_ahead(self, unit: _Unit, direction: int) -> None:
+    def _start_ahead(self, unit: GatheredUnit, direction: int) -> None:
         """Start the units that come after (1) or came before (-1) `unit` in the last forward; in a backward those that
         may still have one.
         """
@@ -450,15 +427,18 @@ class UnitGatherer:
             if not other.filled:
                 self._start(other)
 
-    def _free_unneeded(self, unit: _Unit) -> None:
-        if unit.needed == 0 and unit.filled and not (unit.kept or unit.lasting or unit.between):
+    def _free_unneeded(self, unit: GatheredUnit) -> None:
+        if unit.needed or not unit.filled:
+            return
+        if not (unit.kept or unit.lasting or unit.between):
             self._free(unit)
+        elif unit.ready:
+            self._pend(unit, True)
 
-    def _free(self, unit: _Unit) -> None:
+    def _free(self, unit: GatheredUnit) -> None:
         for bucket in unit.buckets:
             bucket.free()
-            if bucket.shown is None:
-                self.guard.values_pending(bucket.params, True)
+        self._pend(unit, True)
         unit.filled = unit.ready = False
 
     def _sweep(self) -> None:
@@ -535,8 +515,7 @@ class UnitGatherer:
             for unit in self._units:
                 for bucket in unit.buckets:
                     bucket.abandon()
-                    if unit.filled and bucket.shown is None:
-                        self.guard.values_pending(bucket.params, True)
+                self._pend(unit, True)
                 unit.filled = unit.ready = False
         if self._open:
             self.take_edits()

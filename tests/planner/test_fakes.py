@@ -101,3 +101,6 @@ def test_what_is_largest_among_fakes_is_drawn_by_lot() -> None:
         assert scores.max(-1, keepdim=True)[1].shape == (600, 1)
         assert scores.argmax().shape == ()
         assert torch.empty(0, 8).topk(2)[1].shape == (0, 2)
+        assert torch.empty(1 << 20, 1 << 20).argmax().shape == (), "for which there are no lots as many"
+        many = torch.empty(600_000, 8).topk(2)[1]
+        assert many.untyped_storage().nbytes() == many.numel() * 8

@@ -144,6 +144,7 @@ PLAN = ["plan", "--world-size", "2", "--model"]
     [
         ([*PLAN, "lama-8b"], "there is no model 'lama-8b'"),
         ([*PLAN, "lama-8b"], "did you mean 'llama-8b'?"),
+        ([*PLAN, ""], "there is no model ''"),
         ([*PLAN, "nothing/here"], "there is no model 'nothing/here'"),
         (
             [*PLAN, "llama-tiny", "--config", "missing.py"],

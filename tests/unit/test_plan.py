@@ -52,6 +52,9 @@ def test_a_70b_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model llama-tiny --world-size 2 --tp-size 2 --optimizer muon", "Muon works on whole matrices"),
         ("--model llama-tiny --world-size 2 --precision fp17", "did you mean 'fp16'"),
         ("--model llama-tiny --world-size 4 --pp-size 2 --pp-style zbv --num-model-chunks 3", "exactly 2"),
+        ("--model llama-tiny --world-size 2 --recompute -1", "--recompute -1 must be a share of layers, from 0 to 1"),
+        ("--model llama-tiny --world-size 2 --recompute 0.75 --selective 0.5", "--selective 0.25 would work"),
+        ("--model llama-tiny --world-size 2 --zero-bucket-size-in-m 1e-9", "at least 1e-06, which is one element"),
         ("--model bert-base --world-size 1 --batch-size 1 --seq-len 513", "learned positions for 512"),
         ("--model llama-tiny --world-size 1 --batch-size 2 --peak", "needs --seq-len, tokens of a sample"),
         (

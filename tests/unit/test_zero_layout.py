@@ -23,7 +23,7 @@ from shardwright.zero.layout import (
     plan_buckets,
     plan_runs,
 )
-from shardwright.zero.settings import ZeroSettings
+from shardwright.zero.settings import ZeroSettings, check_bucket_size
 
 
 def entries_of(shapes: list[tuple[tuple[int, ...], int]], dtype: torch.dtype = torch.float32) -> list[Entry]:
@@ -145,10 +145,14 @@ def test_owned_ranges_cover_a_sharded_parameter_once() -> None:
     assert owned_ranges(ParamSpec("norm", (7,)), 1) == []
 
 
-@pytest.mark.parametrize("bad", [0, -1])
-def test_bucket_size_is_checked(bad: int) -> None:
-    with pytest.raises(ValueError, match="reduce_bucket_size_in_m"):
+@pytest.mark.parametrize("bad", [0, -1, 1e-9])
+def test_bucket_size_is_checked(bad: float) -> None:
+    """Of a bucket without room for an element a step would never end."""
+    with pytest.raises(ValueError, match=r"reduce_bucket_size_in_m=.* at least 1e-06, which is one element"):
         ZeroSettings(bucket_size_in_m=bad, names={"bucket_size_in_m": "reduce_bucket_size_in_m"})
+    assert ZeroSettings(bucket_size_in_m=1e-6).bucket_numel("cpu") == 1
+    with pytest.raises(ValueError, match=r"ddp_bucket_cap_mb=1e-06 must be .* at least 3.8e-06, which is one element"):
+        check_bucket_size("ddp_bucket_cap_mb", 1e-6, usual=25, element=4 / 2**20)
 
 
 def test_buckets_follow_the_device_unless_their_size_is_given() -> None:

@@ -168,9 +168,9 @@ def _checkpoint(value: Any, flat: Flat) -> None:
 
 
 def _bucket(value: Any, flat: Flat) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 1:
         raise ValueError(
-            f"hybrid_zero_optimizer.reduce_bucket_size={value!r} must be a positive number of elements "
+            f"hybrid_zero_optimizer.reduce_bucket_size={value!r} must be a number of elements of at least 1 "
             "(12_000_000 is usual)"
         )
     flat["zero_bucket_size_in_m"] = value / 1e6
