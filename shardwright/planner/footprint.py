@@ -212,10 +212,11 @@ class Footprint:
         """Of these layers, and where the head is too."""
         rest, layout = self._rates.rest, self._layout
         recomputes = any(any(self.recomputed(each)) for each in layers)
-        of_layers = max(
-            max(kind.forward_top, kind.backward_top + (kind.kept if recomputes else 0.0))
-            for kind in self._rates.present(layers)
-        )
+        of_layers = 0.0
+        for kind in self._rates.present(layers):
+            largest = max(self._rates.shares[self._rates.kinds.index(kind)] or (0.0,)) * kind.parameters
+            top = kind.backward_top + (self._converted * largest if layout.pp > 1 else 0.0)
+            of_layers = max(of_layers, kind.forward_top, top + (kind.kept if recomputes else 0.0))
         # a weight gradient that waits is computed when the others' memory has gone
         waits = self._splits and layout.zero < 3
         of_head = max(rest.forward_top, rest.early_top if waits else rest.backward_top)
@@ -235,10 +236,13 @@ class Footprint:
 
     def _table_gradient(self, lookups: int) -> float:
         """In the dtype of the weights, and as it is added up: to those of the other lookups, and to the sum."""
-        added = 4 if self._task.half and not (self._splits and self._layout.zero < 2) else 0
-        if lookups > 1:
-            added += 4
+        added = self._converted + (4 if lookups > 1 else 0)
         return (self.itemsize + added) * self._table
+
+    @property
+    def _converted(self) -> int:
+        """Bytes of an element of a gradient in fp32, beside that in half precision: what microbatches add up is."""
+        return 4 if self._task.half and not (self._splits and self._layout.zero < 2) else 0
 
     def memory(self, run: Run | None) -> float:
         """Of the fullest rank; where nobody has simulated the schedule of a pipeline, about so."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, LlamaConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from shardwright.cli.plan import _lazy, _load
 from shardwright.planner.candidate import Layout, Task
@@ -61,6 +61,21 @@ SMALL: dict[str, Any] = {
         BertConfig,
         {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "architectures": ["BertForMaskedLM"]},
         [{"samples": 4}],
+    ),
+    "t5": (
+        T5Config,
+        {
+            "d_model": 256,
+            "d_ff": 1024,
+            "d_kv": 32,
+            "num_heads": 8,
+            "num_layers": 3,
+            "num_decoder_layers": 5,
+            "decoder_start_token_id": 0,
+            "architectures": ["T5ForConditionalGeneration"],
+            "n_positions": 128,
+        },
+        [{"zero": 3}, {"pp": 2, "count": 8}],
     ),
     "gpt2": (
         GPT2Config,
