@@ -147,12 +147,33 @@ class Footprint:
                 filled[-1] += size
             yield filled
 
+    def _beside_waiting(self, stage: _Stage, kept: float) -> float:
+        """What is most in the backward of a pipeline's layers at ZeRO-2, beyond all that they keep: gradients that wait
+        for their bucket, less what has gone by then.
+        """
+        if self._layout.zero != 2 or self._layout.dp * self._layout.sp == 1:
+            return 0.0
+        most, waits, number = 0.0, stage.behind, len(stage.layers)
+        for gone, layer in enumerate(reversed(stage.layers)):
+            waits = 0.0 if waits >= self._bucket else waits
+            most = max(most, self._waiting_size * waits - kept * gone / number)
+            kind = self._rates.order[layer]
+            for share in reversed(self._rates.shares[kind] or (1.0,)):
+                waits = 0.0 if waits >= self._bucket else waits
+                waits += share * self._rates.kinds[kind].parameters
+        return most
+
     def _unfilled(self, stage: _Stage) -> float:
         """Bytes of gradients that wait for their bucket when a backward comes to the table."""
         if self._layout.zero != 2 or self._layout.dp * self._layout.sp == 1:
             return 0.0
         last = next(self._buckets(stage))[-1]
-        return self.itemsize * max(last - stage.before, 0.0)
+        return self._waiting_size * max(last - stage.before, 0.0)
+
+    @property
+    def _waiting_size(self) -> int:
+        """Bytes of an element of a gradient that waits for its bucket: in pipelines as microbatches add it up."""
+        return self.itemsize if self._layout.pp == 1 else 4
 
     def _unpiped(self, held: float, unfilled: float) -> float:
         """Beyond what is there between steps, without a pipeline, where microbatches leave so much for their backward.
@@ -326,9 +347,10 @@ class Footprint:
         at_head = run.actions.stages[here] == len(self._cut) - 1
         highest = float((held + np.where(at_head, of_head, of_layers)).max())
         for index, stage in zip(stages, own, strict=True):
+            most = float(held[run.actions.stages[here] == index].max())
+            highest = max(highest, most + of_layers + self._beside_waiting(stage, self._kept_by_stage[index]))
             if stage.lookups:
                 at_end = self._table_gradient(stage.lookups) + self._unfilled(stage)
-                most = float(held[run.actions.stages[here] == index].max())
                 highest = max(highest, most - self._kept_by_stage[index] + at_end)
         return self._static(parameters) + highest + self._reducing(own) + _MESSAGES * self.message
 

@@ -477,6 +477,7 @@ class UnitGatherer:
         for unit in self._units:
             unit.needed = unit.opened = 0
             unit.kept = unit.lasting = False
+            unit.coming.clear()  # which refer to the unit: it would wait for a garbage collection
             if unit.filled:
                 self._free(unit)
             for bucket in unit.buckets:

