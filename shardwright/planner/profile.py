@@ -144,30 +144,33 @@ def profile(source: Source, tensor_ranks: int = 1, along: bool = True) -> Profil
         one = first[size]
         layers = tuple(_difference(one, found[size], added) for found, added in groups)
         layers += tuple(
-            layers[_next(kinds, unit)] if less is None else _difference(less[size], one, 1)
-            for unit, less in zip(alone, without, strict=True)
+            layers[run] if less is None else _difference(less[size], one, 1)
+            for run, less in zip(alone.values(), without, strict=True)
         )
         there = [layers[order[unit]] for unit in base.kept]
         parts[size] = Parts(layers, _rest(one, [found[size] for found, _ in groups], there))
     return Profile(parts, order, tensor_ranks, along)
 
 
-def _order(kinds: Sequence[Hashable], numel: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+def _order(kinds: Sequence[Hashable], numel: Sequence[int]) -> tuple[tuple[int, ...], dict[int, int]]:
     """Which kind each layer is of, and the first layers of those kinds that are of no run of equal layers, which come
-    behind these. One that has about as many elements as those of the next run is taken to be one of them, as the first
-    of a stack is that computes for all of it where positions are.
+    behind these, with the number of the next run, or the last one. One that has about as many elements as those of
+    that run is taken to be one of them, as the first of a stack is that computes for all of it where positions are.
     """
     found = _runs_that_recur(kinds)
     first = {number: place for place, number in reversed(list(enumerate(found))) if number is not None}
     others: dict[Hashable, int] = {}
+    alone: dict[int, int] = {}
     order = []
     for place, own in enumerate(found):
-        number = _next(kinds, place) if own is None else own
-        if abs(numel[place] / max(numel[first[number]], 1) - 1) > _APART and own is None:
-            others.setdefault(kinds[place], place)
-            number = len(first) + list(others).index(kinds[place])
+        run = next((number for number in found[place:] if number is not None), len(first) - 1)
+        number = run
+        if own is None and abs(numel[place] / max(numel[first[run]], 1) - 1) > _APART:
+            number = others.setdefault(kinds[place], len(first) + len(others))
+            if number == len(first) + len(alone):
+                alone[place] = run
         order.append(number)
-    return tuple(order), list(others.values())
+    return tuple(order), alone
 
 
 def _runs_that_recur(kinds: Sequence[Hashable]) -> list[int | None]:
@@ -179,12 +182,6 @@ def _runs_that_recur(kinds: Sequence[Hashable]) -> list[int | None]:
         found += [number if recurs else None] * length
         number += recurs
     return found
-
-
-def _next(kinds: Sequence[Hashable], place: int) -> int:
-    """The run behind a layer, or the last one."""
-    found = _runs_that_recur(kinds)
-    return next((number for number in found[place:] if number is not None), max(each or 0 for each in found))
 
 
 def _without(
