@@ -133,7 +133,6 @@ class UnitGatherer:
             replica = groups.of(bucket.plan.family).replica
             is_first = replica is None or dist.get_rank(replica) == 0  # of all ranks that keep the same
             keep_shard(param, KeptShard(start, stop, is_first, partial(_read_kept, weakref.ref(self), number)))
-        self._lookups = {module for unit in units for module in unit.modules if only_looks_up(module)}
         self._hooks = self._install(model, units) if hooks else []
         self._sections = self._by_section()
 
@@ -146,6 +145,7 @@ class UnitGatherer:
 
     def _install(self, model: nn.Module, units: Sequence[ParamUnit]) -> list[Any]:
         hooks: list[Any] = []
+        self._lookups = {module for unit in units for module in unit.modules if only_looks_up(module)}
         for unit, described in zip(self._units, units, strict=True):
             for module in described.modules:
                 stays = module is model  # it would be freed and gathered again at once
