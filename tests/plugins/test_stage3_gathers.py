@@ -71,6 +71,7 @@ class Reentrant(nn.Module):
 def recompute_ahead(rank: int, world: int) -> None:
     x = torch.randn(4, 16, dtype=torch.float64).requires_grad_()
     plain, model = Reentrant(), Reentrant()
+    plain_optim = torch.optim.SGD(plain.parameters(), lr=0.1)
     booster = Booster(plugin=LowLevelZeroPlugin(stage=3, precision="fp32", gather_ahead=1))
     model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(2):
@@ -86,10 +87,8 @@ def recompute_ahead(rank: int, world: int) -> None:
         optim.step()
         optim.zero_grad()
         plain(x).backward()
-        with torch.no_grad():
-            for param in plain.parameters():
-                param -= 0.1 * param.grad
-                param.grad = None
+        plain_optim.step()
+        plain_optim.zero_grad()
     for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
@@ -226,6 +225,7 @@ class PassingOn(nn.Module):
 def pass_on(rank: int, world: int) -> None:
     x = torch.randn(4, 16, dtype=torch.float64)
     plain, model = PassingOn(), PassingOn()
+    plain_optim = torch.optim.SGD(plain.parameters(), lr=0.1)
     booster = Booster(plugin=LowLevelZeroPlugin(stage=3, precision="fp32", gather_ahead=1))
     model, optim, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     sizes = [bucket.plan.numel * bucket.dtype.itemsize for bucket in optim.units.buckets]
@@ -240,10 +240,8 @@ def pass_on(rank: int, world: int) -> None:
         optim.step()
         optim.zero_grad()
         plain(x).backward()
-        with torch.no_grad():
-            for param in plain.parameters():
-                param -= 0.1 * param.grad
-                param.grad = None
+        plain_optim.step()
+        plain_optim.zero_grad()
     for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
